@@ -1,0 +1,100 @@
+"""Settings of an engine: what the caller may choose, and nothing that depends on the model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+CACHE_TYPES = ("f16", "f32", "q8_0")
+DEVICES = ("auto", "cpu", "fake")
+AUTO_PARALLEL = 4
+AUTO_CONTEXT = 8192  # tokens: room for a conversation; trained contexts can be a hundred times that
+MIN_CONTEXT = 2  # one prompt token and one generated one
+BUNDLED_MODEL = Path(__file__).with_name("data") / "tiny-olmoe-Q4_K_M.gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to open an engine; every `None` is chosen from the model and the machine.
+
+    model           GGUF file (first shard of a split one); None: the bundled demonstration model
+    n_ctx           KV cells shared by all sequences; None: the model's trained context, at most
+                    8192 per sequence
+    n_parallel      sequences decoded together; None: 4, sharing the whole context
+    n_threads       CPU workers; None: one per physical core
+    n_batch         tokens of one prompt chunk
+    cache_type_k/v  storage of attention keys and values: f16, f32 or q8_0
+    device          auto, cpu, or fake (pretends to compute: tests of everything around it)
+    prefix_cache    keep the KV of finished sequences and reuse it for prompts that start alike
+    """
+
+    model: str | Path | None = None
+    n_ctx: int | None = None
+    n_parallel: int | None = None
+    n_threads: int | None = None
+    n_batch: int = 512
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    device: str = "auto"
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("n_ctx", "n_parallel", "n_threads", "n_batch"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} = {value!r}: use a whole number of at least 1")
+        for name in ("cache_type_k", "cache_type_v"):
+            if getattr(self, name) not in CACHE_TYPES:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: use one of {', '.join(CACHE_TYPES)}"
+                )
+        if self.device not in DEVICES:
+            raise ConfigError(f"device = {self.device!r}: use one of {', '.join(DEVICES)}")
+
+    @property
+    def model_path(self) -> Path:
+        """The file to open: the named model, else the bundled demonstration model."""
+        return BUNDLED_MODEL if self.model is None else Path(self.model)
+
+
+@dataclass(frozen=True)
+class ContextShape:
+    """`n_ctx` KV cells for `n_parallel` sequences of at most `n_ctx_sequence` tokens."""
+
+    n_ctx: int
+    n_parallel: int
+    n_ctx_sequence: int
+
+    def n_pages(self, page_tokens: int) -> int:
+        """KV pages: for every sequence at its limit, or one at the limit of a shared pool."""
+        sequences = self.n_ctx // self.n_ctx_sequence
+        return sequences * -(-self.n_ctx_sequence // page_tokens)
+
+
+def context_shape(config: EngineConfig, n_ctx_train: int) -> ContextShape:
+    """The context sizes for a model that was trained on `n_ctx_train` tokens.
+
+    With automatic `n_parallel` the sequences share one pool and each may fill it; an explicit one
+    splits it evenly.
+    Raises: ConfigError where the split leaves a sequence without context.
+    """
+    if config.n_parallel is None:
+        n_ctx = config.n_ctx or min(n_ctx_train, AUTO_CONTEXT)
+        return ContextShape(n_ctx, AUTO_PARALLEL, n_ctx)
+    n_parallel = config.n_parallel
+    n_ctx_sequence = config.n_ctx // n_parallel if config.n_ctx else min(n_ctx_train, AUTO_CONTEXT)
+    if n_ctx_sequence < MIN_CONTEXT:
+        raise ConfigError(
+            f"n_ctx = {config.n_ctx} with n_parallel = {n_parallel} leaves "
+            f"{n_ctx_sequence} tokens a sequence: "
+            f"use n_ctx of at least {MIN_CONTEXT * n_parallel} or fewer sequences"
+        )
+    return ContextShape(n_ctx_sequence * n_parallel, n_parallel, n_ctx_sequence)
+
+
+def environment(name: str) -> str | None:
+    """The variable `name`, or None where it is unset or empty; nothing else reads os.environ."""
+    return os.environ.get(name) or None

@@ -1,0 +1,85 @@
+"""Every exception hotexpert raises on purpose; the server maps each class to one HTTP status.
+
+Messages name the setting, field or file position that is wrong and what would work.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting is impossible; the message names the setting, its value and what would work."""
+
+
+class ModelError(EngineError):
+    """The model cannot be used."""
+
+
+class UnsupportedArchitecture(ModelError):
+    """`general.architecture` is not one of the known architectures."""
+
+
+class UnsupportedFormat(ModelError):
+    """A tensor has a type, or the file a version, that is not implemented."""
+
+
+class CorruptModel(ModelError):
+    """A model file contradicts itself or its own length; names the file and the position or key."""
+
+    def __init__(self, path: object, what: str) -> None:
+        super().__init__(f"{path}: {what}")
+        self.path = str(path)
+        self.what = what
+
+
+class TokenizerUnavailable(ModelError):
+    """The model has no tokenizer, or an unknown one: token ids work, text does not."""
+
+
+class TemplateError(ModelError):
+    """A chat template is missing, invalid, or exceeded its limits."""
+
+
+class DeviceError(EngineError):
+    """An accelerator cannot be used."""
+
+
+class DeviceUnavailable(DeviceError):
+    """No driver, no device, or one that is too old."""
+
+
+class ComputeError(EngineError):
+    """A step gave numbers that are not finite; the request ends, the engine lives on."""
+
+
+class RequestError(EngineError):
+    """A request is wrong; `field` names the part of it that is."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"Field '{field}': {message}")
+        self.field = field
+        self.message = message
+
+
+class ContextTooLong(RequestError):
+    """The prompt does not fit the context of a sequence."""
+
+    def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
+        super().__init__(
+            "prompt",
+            f"the prompt has {n_prompt_tokens} tokens, more than the context of {n_ctx} allows; "
+            "shorten it or start the server with a larger --ctx-size",
+        )
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+
+
+class EngineClosed(EngineError):
+    """The engine is closed or closing."""
+
+
+class EngineBug(EngineError):
+    """An invariant of the engine itself broke; please report it."""

@@ -1,0 +1,99 @@
+"""Progress: where long work stands; written by the thread that works, read by anyone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class ProgressState:
+    """A reading: `done` of `total` units (total 0: unknown) of `phase`, begun `seconds` ago."""
+
+    phase: str
+    done: int
+    total: int
+    unit: str
+    seconds: float
+
+    @property
+    def fraction(self) -> float | None:
+        """0 to 1, or None where the total is unknown."""
+        return min(self.done / self.total, 1.0) if self.total else None
+
+
+class Progress:
+    """The silent kind: it only remembers.  One thread works, so nothing here needs a lock."""
+
+    def __init__(self) -> None:
+        self._now = ("waiting", 0, 0, "")
+        self._since = time.monotonic()
+
+    def start(self, phase: str, total: int = 0, unit: str = "") -> None:
+        """Begin `phase`, which takes `total` units; whatever ran before has ended."""
+        self._since = time.monotonic()
+        self._now = (phase, 0, total, unit)
+
+    def advance(self, n: int = 1) -> None:
+        """`n` more units of the phase are done."""
+        phase, done, total, unit = self._now
+        self._now = (phase, done + n, total, unit)
+
+    def finish(self, phase: str = "ready") -> None:
+        """The whole work has ended."""
+        self.start(phase)
+
+    @property
+    def state(self) -> ProgressState:
+        return ProgressState(*self._now, time.monotonic() - self._since)
+
+
+class ProgressBar(Progress):
+    """Also draws one bar per phase on standard error, where that is a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar: Any = None
+
+    def start(self, phase: str, total: int = 0, unit: str = "") -> None:
+        super().start(phase, total, unit)
+        self._close_bar()
+        if total:
+            from tqdm import tqdm
+
+            # disable=None: no bar where standard error is a file or a pipe
+            self._bar = tqdm(
+                desc=phase,
+                total=total,
+                unit=unit or "it",
+                unit_scale=unit == "B",
+                disable=None,
+                leave=False,
+            )
+
+    def advance(self, n: int = 1) -> None:
+        super().advance(n)
+        if self._bar is not None:
+            self._bar.update(n)
+
+    def finish(self, phase: str = "ready") -> None:
+        super().finish(phase)
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close_bar()
