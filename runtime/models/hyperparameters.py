@@ -1,0 +1,82 @@
+"""Typed, bounded reads of an architecture's numbers from GGUF metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from runtime.errors import CorruptModel
+from runtime.models.gguf_header import MetadataValue
+
+MAX_COUNT = 1 << 31
+
+
+class Hyperparameters:
+    """The keys `ARCHITECTURE.*` of one model; every error names the key and its value."""
+
+    def __init__(
+        self, path: Path, architecture: str, metadata: Mapping[str, MetadataValue]
+    ) -> None:
+        self.path = path
+        self.architecture = architecture
+        self.metadata = metadata
+
+    def has(self, key: str) -> bool:
+        return self._full(key) in self.metadata
+
+    def count(self, key: str, default: int | None = None, at_least: int = 1) -> int:
+        """A whole number of at least `at_least`."""
+        value = self._value(key, default)
+        if type(value) is not int or not at_least <= value < MAX_COUNT:
+            raise self.wrong(key, f"use a whole number of at least {at_least}")
+        return value
+
+    def count_of_layer(
+        self, key: str, layer: int, default: int | None = None, at_least: int = 1
+    ) -> int:
+        """A whole number that the file gives once for all layers or as an array of one a layer."""
+        value = self._value(key, default)
+        if isinstance(value, list):
+            if layer >= len(value):
+                raise self.wrong(key, f"has {len(value)} entries, layer {layer} has none")
+            value = value[layer]
+        if type(value) is not int or not at_least <= value < MAX_COUNT:
+            raise self.wrong(key, f"use whole numbers of at least {at_least}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "use a number")
+        if not math.isfinite(value) or value <= 0:
+            raise self.wrong(key, "use a finite number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "use a boolean")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "use a string")
+        return value
+
+    def wrong(self, key: str, what: str) -> CorruptModel:
+        """The error that the value of `key` is impossible."""
+        full = self._full(key)
+        shown = repr(self.metadata.get(full))
+        return CorruptModel(self.path, f"'{full}' is {shown[:60]}: {what}")
+
+    def _full(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+    def _value(self, key: str, default: MetadataValue | None) -> MetadataValue:
+        value = self.metadata.get(self._full(key), default)
+        if value is None:
+            raise CorruptModel(self.path, f"'{self._full(key)}' is missing")
+        return value

@@ -1,0 +1,83 @@
+"""MappedFile: one open file and its read-only map; renaming or removing it changes neither."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.errors import CorruptModel, ModelError
+
+U8 = NDArray[np.uint8]
+
+
+class MappedFile:
+    """The regular file at `path`, open for reading; `map()` before the first `view()`.
+
+    Raises: ModelError when it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = _open_regular(path)
+        self.n_bytes = os.fstat(self.fd).st_size
+        self._bytes: U8 | None = None
+
+    def map(self) -> None:
+        """Map the whole file.  Raises: ModelError."""
+        # Shared and read-only: the pages are the page cache's own, and a GPU driver may register
+        # them in place.
+        try:
+            mapped = mmap.mmap(self.fd, self.n_bytes, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.path}: cannot be mapped: {error}") from error
+        self._bytes = np.frombuffer(mapped, np.uint8)
+
+    def view(self, offset: int, n_bytes: int) -> U8:
+        """u8[n_bytes], read-only; keeps the map alive even after `close`."""
+        return self._mapped()[offset : offset + n_bytes]
+
+    @property
+    def address(self) -> int:
+        """Where the map begins."""
+        return self._mapped().ctypes.data
+
+    def check_unchanged(self) -> None:
+        """Raises: CorruptModel when the file is shorter than its map: reading on would be fatal."""
+        if self.fd < 0:
+            raise ModelError(f"{self.path}: is closed")
+        now = os.fstat(self.fd).st_size
+        if now < self.n_bytes:
+            raise CorruptModel(
+                self.path, f"was cut from {self.n_bytes} to {now} bytes while it was open"
+            )
+
+    def close(self) -> None:
+        """Close the file; the map goes with the last view of it.  May be called again."""
+        self._bytes = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _mapped(self) -> U8:
+        if self._bytes is None:
+            raise ModelError(f"{self.path}: is closed")
+        return self._bytes
+
+
+def _open_regular(path: Path) -> int:
+    """A descriptor of the regular file `path`; never waits, as opening a FIFO would."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be opened: {error.strerror}") from error
+    except ValueError as error:  # a NUL character in the name
+        raise ModelError(f"{str(path)!r}: cannot be opened: {error}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ModelError(f"{path}: is not a regular file")
+    return fd

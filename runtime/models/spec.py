@@ -1,0 +1,214 @@
+"""What differs between models, as data: an executor builds its kernels' arguments from this alone.
+
+Tensors are named, never held: `Model.weights[name]` has the bytes. A new kind of mixer (sliding
+windows with sinks, latent attention, a recurrence) is a new class in `Mixer`; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from runtime.models.rope import RopeSpec
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = scale * (W x) + bias.
+
+    weight    n_out rows of n_in values; with `n_expert`, that many such matrices one after another
+    bias      f32[n_out], or f32[n_expert, n_out]
+    scale     one f32, or f32[n_expert] (files quantized to NVFP4 have it); None: 1
+    n_expert  None: one matrix
+    """
+
+    weight: str
+    n_in: int
+    n_out: int
+    bias: str | None = None
+    scale: str | None = None
+    n_expert: int | None = None
+
+
+class QKNorm(Enum):
+    """What the RMS norm of queries and keys, before rope, runs over."""
+
+    NONE = auto()
+    HEAD = auto()  # each head alone; weight f32[head_dim_k]
+    ROW = auto()  # all heads of a token together; weight f32[n_heads * head_dim_k]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention; query head h reads key/value head h // (n_head / n_head_kv).
+
+    qkv          one or three Linears; their outputs one after another are Q, then K, then V
+    output       from n_head * head_dim_v values back to n_embd
+    scale        multiplies q . k
+    rope         None: no position embedding
+    window       a key is seen while 0 <= position_q - position_k < window; None: every earlier key
+    sinks        name of f32[n_head]: exp(sink) joins each head's softmax denominator; None: none
+    value_scale  multiplies the attention's output
+    """
+
+    n_head: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    qkv: tuple[Linear, ...]
+    output: Linear
+    scale: float
+    rope: RopeSpec | None
+    qk_norm: QKNorm = QKNorm.NONE
+    q_norm: str | None = None
+    k_norm: str | None = None
+    window: int | None = None
+    sinks: str | None = None
+    value_scale: float = 1.0
+
+    @property
+    def n_q(self) -> int:
+        """Values of one token's queries."""
+        return self.n_head * self.head_dim_k
+
+    @property
+    def n_k(self) -> int:
+        """Values of one token's keys."""
+        return self.n_head_kv * self.head_dim_k
+
+    @property
+    def n_v(self) -> int:
+        """Values of one token's values."""
+        return self.n_head_kv * self.head_dim_v
+
+
+Mixer = AttentionSpec  # the union of what mixes tokens; a new kind joins here
+
+
+class Activation(Enum):
+    """What joins the gate g and the up projection u."""
+
+    SWIGLU = auto()  # silu(g) * u
+    SWIGLU_CLAMPED = auto()  # g = min(g, limit), u = clamp(u, -limit, limit), then silu(g) * u
+    SWIGLU_OAI = auto()  # clamped as above, then g * sigmoid(1.702 g) * (u + 1)
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """down(activation(gate(x), up(x))).
+
+    gate_up  one or two Linears; their outputs one after another are gate, then up, `n_ff` each
+    """
+
+    n_ff: int
+    gate_up: tuple[Linear, ...]
+    down: Linear
+    activation: Activation = Activation.SWIGLU
+    activation_limit: float = 0.0
+
+
+class RouterScore(Enum):
+    """How router logits become probabilities."""
+
+    SOFTMAX = auto()  # over all experts
+    SIGMOID = auto()
+    SOFTMAX_SELECTED = auto()  # the raw logits select; softmax over the selected ones
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Which experts a token uses, and their weights.
+
+    selection_bias  name of f32[n_expert], added for the choice only; None: none
+    n_groups        experts form this many groups, of which the `n_groups_used` with the largest sum
+                    of their two best selection scores are kept; 1: no grouping
+    renormalise     divide the chosen probabilities by max(their sum, RENORMALISE_FLOOR)
+    scale           multiplies the weights at the end
+    """
+
+    linear: Linear
+    score: RouterScore
+    renormalise: bool
+    scale: float = 1.0
+    selection_bias: str | None = None
+    n_groups: int = 1
+    n_groups_used: int = 1
+
+
+RENORMALISE_FLOOR = 2.0**-14
+
+
+@dataclass(frozen=True)
+class SharedExpertSpec:
+    """An expert that every token uses: y += sigmoid(gate(x)) * dense(x); no gate: dense(x)."""
+
+    dense: DenseSpec
+    gate: Linear | None = None
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Routed experts: y = sum over the chosen of weight * down(activation(gate(x), up(x))).
+
+    gate_up, down  stacks of `n_expert` matrices, otherwise as in DenseSpec
+    """
+
+    n_expert: int
+    n_used: int
+    n_ff: int
+    router: RouterSpec
+    gate_up: tuple[Linear, ...]
+    down: Linear
+    activation: Activation = Activation.SWIGLU
+    activation_limit: float = 0.0
+    shared: SharedExpertSpec | None = None
+
+
+FeedForward = DenseSpec | MoeSpec
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """x += mixer(rms_norm(x, mixer_norm)); x += feed_forward(rms_norm(x, feed_forward_norm))."""
+
+    mixer_norm: str
+    mixer: Mixer
+    feed_forward_norm: str
+    feed_forward: FeedForward
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder: embedding row, layers, rms_norm(output_norm), output.
+
+    n_ctx_train  context the model was trained for
+    eps          of every RMS norm: x / sqrt(mean(x^2) + eps) * weight
+    """
+
+    architecture: str
+    name: str
+    n_vocab: int
+    n_embd: int
+    n_ctx_train: int
+    eps: float
+    token_embedding: str
+    layers: tuple[LayerSpec, ...]
+    output_norm: str
+    output: Linear
+
+    @property
+    def output_is_tied(self) -> bool:
+        """Whether the output matrix is the embedding table."""
+        return self.output.weight == self.token_embedding
+
+    @property
+    def n_expert_max(self) -> int:
+        """Experts of the layer that has most; 0 in a dense model."""
+        return max((f.n_expert for f in self._moe()), default=0)
+
+    @property
+    def n_moe_layers(self) -> int:
+        return len(self._moe())
+
+    def _moe(self) -> list[MoeSpec]:
+        return [f for layer in self.layers if isinstance(f := layer.feed_forward, MoeSpec)]

@@ -1,0 +1,35 @@
+"""Time and memory of one call, for tests of limits."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+MAX_SECONDS = 1.0
+MAX_EXTRA_BYTES = 64 << 20
+"""What refusing a hostile file may cost."""
+
+
+@dataclass
+class Cost:
+    """Filled in when the block ends: seconds, and the peak of bytes that Python allocated."""
+
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+@contextmanager
+def cost() -> Iterator[Cost]:
+    """Measure the block; tracing allocations makes it slower than it is, never faster."""
+    measured = Cost()
+    tracemalloc.start()
+    started = time.perf_counter()
+    try:
+        yield measured
+    finally:
+        measured.seconds = time.perf_counter() - started
+        measured.peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
