@@ -1,0 +1,97 @@
+"""Byte-level byte-pair encoding, `tokenizer.ggml.model` = gpt2, on the `tokenizers` library."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from runtime.errors import CorruptModel
+from runtime.text.pretokenizers import PreTokenizer
+from runtime.text.vocabulary import CONTROL, UNKNOWN, Vocabulary
+
+
+class BpeModel:
+    """Text without special tokens -> ids."""
+
+    adds_space = False
+
+    def __init__(self, vocabulary: Vocabulary, cuts: PreTokenizer) -> None:
+        merges = _merges(vocabulary)
+        merged = {left + right for left, right in merges}
+        ids = {
+            text: id
+            for id, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.kinds, strict=True))
+            # With ignore_merges a piece that spells a control token would become one.
+            if not kind & (CONTROL | UNKNOWN) or text in merged or len(text) == 1
+        }
+        model = models.BPE(ids, merges, ignore_merges=cuts.ignore_merges)
+        self._pipeline = tokenizers.Tokenizer(model)
+        self._cutter = _cutter(cuts)
+        self._pipeline.pre_tokenizer = pre_tokenizers.Sequence(
+            [self._cutter, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+
+    def encode(self, text: str, *, after_special: bool) -> list[int]:
+        """Ids of plain text; `after_special` does not matter to this model."""
+        ids: list[int] = self._pipeline.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def cut(self, text: str) -> list[str]:
+        """The pieces merges stay inside of."""
+        return [piece for piece, _ in self._cutter.pre_tokenize_str(text)]
+
+    def bytes_of(self, text: str) -> bytes:
+        """What a normal token's text stands for; characters outside the alphabet are themselves."""
+        try:
+            return bytes([_BYTE_OF_CHARACTER[character] for character in text])
+        except KeyError:
+            parts = [_BYTE_OF_CHARACTER.get(character, character) for character in text]
+            return b"".join(
+                part.encode() if isinstance(part, str) else bytes([part]) for part in parts
+            )
+
+
+def _cutter(cuts: PreTokenizer) -> pre_tokenizers.Sequence:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+            for pattern in cuts.patterns
+        ]
+    )
+
+
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """(left, right) by rank; of a repeated merge the first counts.
+
+    Raises: CorruptModel for a merge that is not two tokens or does not make one.
+    """
+    merges: dict[tuple[str, str], None] = {}
+    ids = vocabulary.ids
+    for rank, merge in enumerate(vocabulary.strings("merges")):
+        # A space inside a token is written as another character, so the first one separates.
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise _bad_merge(vocabulary, rank, merge)
+        merges[left, right] = None
+    return list(merges)
+
+
+def _bad_merge(vocabulary: Vocabulary, rank: int, merge: str) -> CorruptModel:
+    left, space, right = merge.partition(" ")
+    if not space or not left or not right:
+        return vocabulary.corrupt("merges", f"merge {rank} is not 'left right'")
+    missing = next(text for text in (left, right, left + right) if text not in vocabulary.ids)
+    return vocabulary.corrupt(
+        "merges", f"merge {rank} needs the token {missing[:40]!r}, which does not exist"
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte: printable Latin-1 stands for itself, the rest for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()

@@ -1,0 +1,142 @@
+"""What a chat template can express, and conversations made fit for one that cannot.
+
+Templates differ in what they take: some refuse a system message, some want tool arguments as an
+object and some as JSON text, some want a message's content as a list of parts.  Each question is
+answered by rendering a small conversation and looking for a marker in the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runtime.errors import EngineError
+from runtime.text.metering import LimitExceeded
+
+_MARK = "capability-7f3a"
+_USER = {"role": "user", "content": "hello"}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """system_role, developer_role: such messages appear; tools, tool_calls: definitions and calls
+    do; object_arguments: a call's arguments may be an object; string_content, typed_content:
+    content may be a text, a list of parts."""
+
+    system_role: bool
+    developer_role: bool
+    string_content: bool
+    typed_content: bool
+    tools: bool
+    tool_calls: bool
+    object_arguments: bool
+
+    def as_dict(self) -> dict[str, bool]:
+        """By the names clients know: supports_*."""
+        return {f"supports_{name}": value for name, value in asdict(self).items()}
+
+
+def probe(source: str, render: Callable[..., str]) -> Capabilities:
+    """What the template `source` can do.
+
+    render: (messages=..., tools=..., add_generation_prompt=...) -> text, raises EngineError.
+
+    Raises: LimitExceeded.
+    """
+
+    def appears(what: str, messages: list[dict[str, Any]], tools: Any = None) -> bool:
+        try:
+            return what in render(messages=messages, tools=tools, add_generation_prompt=True)
+        except LimitExceeded:
+            raise  # it would happen again and again
+        except EngineError:
+            return False
+
+    def called(what: str, messages: list[dict[str, Any]]) -> bool:
+        """Templates for tools only may insist on definitions, others be confused by them."""
+        return appears(what, messages) or appears(what, messages, tools)
+
+    def call(arguments: Any) -> list[dict[str, Any]]:
+        function = {"name": "probe_call", "arguments": arguments}
+        calls = [{"id": "call00001", "type": "function", "function": function}]
+        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
+    tool = {"name": _MARK, "description": "probe", "parameters": schema | {"required": ["a"]}}
+    tools = [{"type": "function", "function": tool}]
+    part = [{"type": "text", "text": _MARK}]
+    key = "probe_argument"
+    text_arguments = json.dumps({key: "x"})
+    as_object = called(f'"{key}"', call({key: "x"})) or (
+        called(key, call({key: "x"})) and not called(f"'{key}'", call({key: "x"}))
+    )
+    return Capabilities(
+        system_role=called(_MARK, [{"role": "system", "content": _MARK}, _USER]),
+        # Most templates write any role's name, but only those that know it were trained with it.
+        developer_role="developer" in source
+        and called(_MARK, [{"role": "developer", "content": _MARK}, _USER]),
+        string_content=called(_MARK, [{"role": "user", "content": _MARK}]),
+        typed_content=called(_MARK, [{"role": "user", "content": part}])
+        and not called("'text'", [{"role": "user", "content": part}]),
+        tools=appears(_MARK, [_USER], tools),
+        tool_calls=as_object or called("probe_call", call(text_arguments)),
+        object_arguments=as_object,
+    )
+
+
+def adapted(
+    messages: Sequence[Mapping[str, Any]], capabilities: Capabilities
+) -> list[dict[str, Any]]:
+    """Copies of `messages` in the form the template takes, saying the same."""
+    turns = [dict(message) for message in messages]
+    for turn in turns:
+        if turn.get("role") == "developer" and not capabilities.developer_role:
+            turn["role"] = "system"
+        turn["content"] = _content(turn.get("content"), capabilities)
+        if turn.get("tool_calls"):
+            turn["tool_calls"] = [_call(call, capabilities) for call in turn["tool_calls"]]
+    if not capabilities.system_role and turns and turns[0].get("role") == "system":
+        turns = _system_into_user(turns)
+    return turns
+
+
+def _content(content: Any, capabilities: Capabilities) -> Any:
+    if content is None:
+        return ""
+    texts_only = isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    )
+    if texts_only and (capabilities.string_content or not capabilities.typed_content):
+        return "\n".join(part["text"] for part in content)
+    if isinstance(content, str) and capabilities.typed_content and not capabilities.string_content:
+        return [{"type": "text", "text": content}]
+    return content
+
+
+def _call(call: Any, capabilities: Capabilities) -> Any:
+    """One tool call with its arguments as an object or as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if capabilities.object_arguments and isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            return call
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    elif not capabilities.object_arguments and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _system_into_user(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The system text in front of the first user message."""
+    system, *rest = turns
+    for i, turn in enumerate(rest):
+        if turn.get("role") == "user" and isinstance(turn["content"], str):
+            merged = f"{system['content']}\n\n{turn['content']}"
+            return [*rest[:i], turn | {"content": merged}, *rest[i + 1 :]]
+    return [{"role": "user", "content": system["content"]}, *rest]

@@ -1,0 +1,219 @@
+"""A conversation to the text a model was trained on, by the jinja template in its file.
+
+The result contains `guard.GUARD` characters inside the messages' words; tokenize it with
+`Tokenizer.encode(text, parse_special=True, guard=GUARD)`, show it with `without_guard(text)`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import RequestError, TemplateError
+from runtime.text.builtin_templates import BUILTIN_TEMPLATES
+from runtime.text.capabilities import Capabilities, adapted, probe
+from runtime.text.guard import GUARD, Guard, without_guard
+from runtime.text.metering import VISIT, Limits, meter, metered
+from runtime.text.sandbox import Sandbox, explain, run
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from runtime.text.tokenizer import Tokenizer
+
+__all__ = ["BUILTIN_TEMPLATES", "GUARD", "ChatTemplate", "without_guard"]
+
+MAX_SOURCE = 1 << 17  # ten times the largest in use; what fits compiles in a few seconds
+_END_OF_FINAL_MESSAGE = "\ufdd1"  # a noncharacter, as GUARD
+_RESERVED = ("bos_token", "eos_token", "raise_exception", "strftime_now", "namespace", "range")
+
+
+class ChatTemplate:
+    """One compiled template; immutable, usable from any thread."""
+
+    def __init__(
+        self,
+        source: str,
+        bos: str = "",
+        eos: str = "",
+        controls: Iterable[str] = (),
+        tool_use: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """source: jinja text; controls: texts of the model's control tokens; tool_use: a second
+        template, used when tools are passed.
+
+        Raises: TemplateError for a template that is too large, invalid, or fails its limits.
+        """
+        self.source = source
+        self._variables = {"bos_token": bos, "eos_token": eos}
+        self._guard = Guard(controls)
+        self._limits = limits or Limits()
+        self._template = _compile(source, self._limits)
+        self._tool_use = (
+            ChatTemplate(tool_use, bos, eos, controls, None, limits) if tool_use else None
+        )
+
+    @classmethod
+    def for_model(
+        cls, metadata: Mapping[str, object], tokenizer: Tokenizer, override: str | None = None
+    ) -> ChatTemplate:
+        """The template of a model file; ChatML for a model without one that has <|im_start|>.
+
+        override: the name of a built-in template, or jinja text, instead of the file's.
+
+        Raises: TemplateError when there is none, or it is invalid.
+        """
+        found = metadata.get("tokenizer.chat_template")
+        tool_use = metadata.get("tokenizer.chat_template.tool_use")
+        if override is not None:
+            source, tool_use = _named(override), None
+        elif isinstance(found, str) and found:
+            source = found
+        elif "<|im_start|>" in tokenizer.vocabulary.ids:
+            source, tool_use = BUILTIN_TEMPLATES["chatml"], None
+        else:
+            raise TemplateError(
+                "the model has no chat template; choose one by --chat-template NAME "
+                f"({', '.join(BUILTIN_TEMPLATES)}) or --chat-template-file, or use /v1/completions"
+            )
+        bos, eos = (
+            "" if id is None else tokenizer.vocabulary.texts[id]
+            for id in (tokenizer.bos_id, tokenizer.eos_id)
+        )
+        controls = tokenizer.vocabulary.controls
+        return cls(source, bos, eos, controls, tool_use if isinstance(tool_use, str) else None)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as guarded text.
+
+        tools                   OpenAI tool definitions, passed to the template
+        add_generation_prompt   end with the beginning of an assistant's turn
+        continue_final_message  end inside the last message instead, so that the model goes on
+        kwargs                  more variables (chat_template_kwargs)
+
+        Raises: TemplateError when the template fails, RequestError when it refuses the
+        conversation (raise_exception) or a variable is not allowed.
+        """
+        if tools and self._tool_use is not None:
+            return self._tool_use.render(
+                messages, tools, add_generation_prompt, continue_final_message, **kwargs
+            )
+        for name in kwargs:
+            if name in _RESERVED:
+                raise RequestError("chat_template_kwargs", f"'{name}' cannot be set")
+        turns = [self._guard.message(message) for message in adapted(messages, self.capabilities)]
+        if continue_final_message:
+            turns = _with_mark(turns)
+            add_generation_prompt = False
+        text = self._render(
+            messages=turns,
+            tools=self._guard.value(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            **self._guard.value(kwargs),
+        )
+        return _up_to_mark(text) if continue_final_message else text
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        """What the template can express, found by rendering small conversations."""
+        return probe(self.source, self._render)
+
+    def _render(self, **variables: Any) -> str:
+        try:
+            return metered(self._limits, lambda: run(self._template, self._variables | variables))
+        except Exception as error:  # a template can make any Python exception happen
+            raise explain(error, self._template) from error
+
+
+def _compile(source: str, limits: Limits) -> Template:
+    """The template object of `source`.  Raises: TemplateError."""
+    if len(source) > MAX_SOURCE:
+        raise TemplateError(
+            f"the chat template has {len(source)} characters; at most {MAX_SOURCE} are allowed"
+        )
+    environment = Sandbox()
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return metered(limits, lambda: environment.from_string(source))
+    except Exception as error:  # constant folding runs filters, and they can raise anything
+        raise explain(error) from error
+
+
+def _named(override: str) -> str:
+    """The built-in template of that name, or jinja text as it is."""
+    if override in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[override]
+    if "{{" in override or "{%" in override:
+        return override
+    raise TemplateError(
+        f"there is no built-in chat template {override!r}; known: {', '.join(BUILTIN_TEMPLATES)}"
+    )
+
+
+def _with_mark(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`turns` with a mark where the last message's words end."""
+    content = turns[-1].get("content") if turns else None
+    if isinstance(content, str):
+        return [*turns[:-1], turns[-1] | {"content": content + _END_OF_FINAL_MESSAGE}]
+    if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        last = content[-1] | {"text": content[-1]["text"] + _END_OF_FINAL_MESSAGE}
+        return [*turns[:-1], turns[-1] | {"content": [*content[:-1], last]}]
+    raise RequestError("messages", "the last message has no text that could be continued")
+
+
+def _up_to_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
+    if not mark:
+        raise TemplateError("the chat template leaves out the last message; it cannot be continued")
+    return before.replace(_END_OF_FINAL_MESSAGE, "")
+
+
+def _refuse(message: str) -> None:
+    """`raise_exception` of a template: the conversation is not one this model can have."""
+    raise RequestError("messages", f"refused by the chat template: {without_guard(str(message))}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as Hugging Face's templates expect it: not escaped for HTML or ASCII."""
+    encoder = json.JSONEncoder(
+        ensure_ascii=bool(ensure_ascii),
+        indent=None if indent is None else min(int(indent), 16),
+        separators=separators,
+        sort_keys=bool(sort_keys),
+    )
+    count = meter().charge
+    chunks = []
+    for chunk in encoder.iterencode(value):
+        count(len(chunk) + VISIT)
+        chunks.append(chunk)
+    return "".join(chunks)
+
+
+_DATE_FIELD = re.compile(r"%[-_0^#]?[A-Za-z%]")
+
+
+def _strftime_now(format: str) -> str:
+    """The local time now; formats with a width are refused (they can ask for gigabytes)."""
+    if len(format) > 200 or "%" in _DATE_FIELD.sub("", format):
+        raise TemplateError("the chat template uses a date format that is not allowed")
+    return datetime.datetime.now().astimezone().strftime(format)
