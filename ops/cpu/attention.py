@@ -1,0 +1,331 @@
+"""Causal attention over paged keys and values: online softmax over blocks of 512 keys.
+
+Blocks start at absolute positions, so a token's bits depend neither on the tokens beside it nor on
+how its prompt was cut, nor on who computes which block.  A chunk is one work item and kv head: a
+tile of prompt tokens over all its blocks, or one token over some of its blocks (then the blocks are
+merged, in order, by `attention_end`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from ops.cpu.attention_page import scores, weigh_values
+from ops.cpu.elementwise import exp, exp_minus
+from ops.cpu.job import args_record, clear, job_kernel
+from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, Q8_CACHE
+from ops.cpu.memory import array, load_f32, load_i32, store_f32, store_i64
+from ops.cpu.program import address_of, aligned
+from ops.cpu.rows import merge_row, scale_row
+from ops.cpu.vector import max16, sum16
+
+BLOCK_TOKENS = 512
+BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
+TILE_ROWS = 32
+SCORE_ROW = 4 * BLOCK_TOKENS
+MINUS_INFINITY = np.float32(-np.inf)
+PARTIAL_HEAD = 64
+"""Bytes before the values of a partial result: its peak and its sum, f32 each."""
+
+ITEM = np.dtype(
+    [
+        ("token", "i4"),
+        ("n_tokens", "i4"),
+        ("first_block", "i4"),
+        ("end_block", "i4"),
+        ("partial", "i4"),
+    ]
+)
+"""Tokens [token, token + n_tokens) of one sequence over some blocks.
+
+partial: -1 writes the finished output; otherwise each block's partial result goes to this row of
+the partials and those after it.
+"""
+ITEM_BYTES = ITEM.itemsize
+
+ATTENTION = args_record(
+    "attention",
+    items="i8",
+    n_head="i8",
+    n_head_kv="i8",
+    dim_k="i8",
+    dim_v="i8",
+    dim_v_padded="i8",
+    q="i8",
+    q_stride="i8",
+    out="i8",
+    out_stride="i8",
+    positions="i8",
+    sequences="i8",
+    page_tables="i8",
+    table_stride="i8",
+    k_cache="i8",
+    k_pages="i8",
+    k_page_bytes="i8",
+    k_head_bytes="i8",
+    v_cache="i8",
+    v_pages="i8",
+    v_page_bytes="i8",
+    v_head_bytes="i8",
+    partials="i8",
+    partial_bytes="i8",
+    partial_spans="i8",
+    workspaces="i8",
+)
+"""q: f32 rows of n_head * dim_k, scaled; out: f32 rows of n_head * dim_v; strides: bytes a token.
+
+partials: rows of `partial_bytes`, in each for every head PARTIAL_HEAD bytes and f32[dim_v_padded];
+partial_spans: i32[n_tokens][2], first partial of a token and how many.
+"""
+
+WORKSPACE = args_record(
+    "attention workspace",
+    queries="i8",
+    scores="i8",
+    values="i8",
+    peaks="i8",
+    totals="i8",
+    block_values="i8",
+    block_peaks="i8",
+    block_totals="i8",
+)
+"""A worker's arrays for up to `n_rows` query rows: i64 queries[row], f32 the rest."""
+WORKSPACE_BYTES = WORKSPACE.itemsize
+
+
+def attention_workspaces(
+    n_workers: int, n_head: int, n_head_kv: int, dim_v_padded: int
+) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+    """WORKSPACE[n_workers], and the arrays it points to."""
+    rows = max(TILE_ROWS, n_head // n_head_kv)
+    columns = {name: 1 for name in WORKSPACE.names or ()}
+    columns.update(scores=BLOCK_TOKENS, values=dim_v_padded, block_values=dim_v_padded)
+    workspaces = np.zeros(n_workers, WORKSPACE)
+    arrays = []
+    for name, width in columns.items():
+        memory = aligned((n_workers, rows, width), "i8" if name == "queries" else "f4")
+        workspaces[name] = [address_of(memory[worker]) for worker in range(n_workers)]
+        arrays.append(memory)
+    return workspaces, arrays
+
+
+def tile_tokens(n_head: int, n_head_kv: int) -> int:
+    """Prompt tokens of one work item."""
+    return max(1, TILE_ROWS * n_head_kv // n_head)
+
+
+@njit
+def page_scores(cache, q, n_rows, keys, dim, out):
+    """Scores of one page's 32 keys for n_rows queries (addresses at q), 4 rows at a time."""
+    row = 0
+    while row < n_rows:
+        queries, target = q + 8 * row, out + SCORE_ROW * row
+        four = n_rows - row >= 4
+        if cache == F16_CACHE:
+            if four:
+                scores(F16_CACHE, 4, queries, keys, dim, target, SCORE_ROW)
+            else:
+                scores(F16_CACHE, 1, queries, keys, dim, target, SCORE_ROW)
+        elif cache == F32_CACHE:
+            if four:
+                scores(F32_CACHE, 4, queries, keys, dim, target, SCORE_ROW)
+            else:
+                scores(F32_CACHE, 1, queries, keys, dim, target, SCORE_ROW)
+        elif four:
+            scores(Q8_CACHE, 4, queries, keys, dim, target, SCORE_ROW)
+        else:
+            scores(Q8_CACHE, 1, queries, keys, dim, target, SCORE_ROW)
+        row += 4 if four else 1
+
+
+@njit
+def weigh_four(cache, weights, values, dim, first, end, out):
+    """out += weights times values, four rows."""
+    stride = 4 * dim
+    if cache == F16_CACHE:
+        weigh_values(F16_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+    elif cache == F32_CACHE:
+        weigh_values(F32_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+    else:
+        weigh_values(Q8_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+
+
+@njit
+def weigh_one(cache, weights, values, dim, first, end, out):
+    """out += weights times values, one row."""
+    stride = 4 * dim
+    if cache == F16_CACHE:
+        weigh_values(F16_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
+    elif cache == F32_CACHE:
+        weigh_values(F32_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
+    else:
+        weigh_values(Q8_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
+
+
+@njit
+def page_values(cache, weights, n_rows, values, dim, first_end, group, out):
+    """out += weights times the values of one page that each row sees: four rows where all see them.
+
+    first_end: tokens of the page that row 0 sees, may be negative or beyond the page; `group` rows
+    later it is one more.
+    """
+    row = 0
+    while row < n_rows:
+        rows = 4 if n_rows - row >= 4 else 1
+        shared = 0
+        if rows == 4:
+            shared = min(PAGE_TOKENS, max(0, first_end + row // group))
+            weigh_four(
+                cache, weights + SCORE_ROW * row, values, dim, 0, shared, out + 4 * dim * row
+            )
+        for r in range(row, row + rows):
+            end = min(PAGE_TOKENS, max(0, first_end + r // group))
+            if end > shared:
+                weigh_one(
+                    cache, weights + SCORE_ROW * r, values, dim, shared, end, out + 4 * dim * r
+                )
+        row += rows
+
+
+@njit
+def softmax_row(row, n_visible):
+    """Scores f32[n_visible] -> e^(score - peak); (peak, sum).  Room for whole vectors is needed."""
+    n_vectors = (n_visible + 15) // 16 * 16
+    for i in range(n_visible, n_vectors):
+        store_f32(row + 4 * i, MINUS_INFINITY)
+    peak = max16(row, n_vectors)
+    exp_minus(row, n_vectors, peak)
+    for i in range(n_visible, n_vectors):
+        store_f32(row + 4 * i, np.float32(0))
+    return peak, sum16(row, n_vectors)
+
+
+@njit
+def merge(peak, total, values, new_peak, new_total, new_values, dim):
+    """Add one block's result to the running one; the new (peak, total)."""
+    top = new_peak if new_peak > peak else peak
+    keep, take = exp(peak - top), exp(new_peak - top)
+    merge_row(values, new_values, dim, keep, take)
+    return top, keep * total + take * new_total
+
+
+@njit
+def begin(a, item, w, kv_head):
+    """Addresses of the queries and empty running results of an item's rows."""
+    group = a.n_head // a.n_head_kv
+    n_rows = item.n_tokens * group
+    for row in range(n_rows):
+        head = kv_head * group + row % group
+        token = np.int64(item.token + row // group)
+        store_i64(w.queries + 8 * row, a.q + token * a.q_stride + head * a.dim_k * 4)
+        store_f32(w.peaks + 4 * row, MINUS_INFINITY)
+        store_f32(w.totals + 4 * row, np.float32(0))
+    clear(w.values, n_rows * 4 * a.dim_v_padded)
+    return n_rows
+
+
+@njit
+def attend_block(a, item, w, kv_head, n_rows, block):
+    """Results of one block into block_peaks, block_totals, block_values; rows before it get -1."""
+    table = a.page_tables + a.table_stride * load_i32(a.sequences + 4 * item.token)
+    table += 4 * block * BLOCK_PAGES
+    first = load_i32(a.positions + 4 * item.token) - block * BLOCK_TOKENS
+    n_keys = min(BLOCK_TOKENS, first + item.n_tokens)
+    n_pages = (n_keys + PAGE_TOKENS - 1) // PAGE_TOKENS
+    group = a.n_head // a.n_head_kv
+    for p in range(n_pages):
+        page = np.int64(load_i32(table + 4 * p))
+        keys = a.k_pages + page * a.k_page_bytes + kv_head * a.k_head_bytes
+        page_scores(a.k_cache, w.queries, n_rows, keys, a.dim_k, w.scores + 4 * PAGE_TOKENS * p)
+    for row in range(n_rows):
+        n_visible = min(BLOCK_TOKENS, first + row // group + 1)
+        scores_at = w.scores + SCORE_ROW * row
+        peak, total = MINUS_INFINITY, np.float32(-1)
+        if n_visible > 0:
+            peak, total = softmax_row(scores_at, n_visible)
+        store_f32(w.block_peaks + 4 * row, peak)
+        store_f32(w.block_totals + 4 * row, total)
+    clear(w.block_values, n_rows * 4 * a.dim_v_padded)
+    for p in range(n_pages):
+        page = np.int64(load_i32(table + 4 * p))
+        values = a.v_pages + page * a.v_page_bytes + kv_head * a.v_head_bytes
+        weights, seen = w.scores + 4 * PAGE_TOKENS * p, first + 1 - p * PAGE_TOKENS
+        page_values(a.v_cache, weights, n_rows, values, a.dim_v_padded, seen, group, w.block_values)
+
+
+@njit
+def merge_block(a, w, n_rows):
+    """Add the block's results to the running ones."""
+    for row in range(n_rows):
+        total = load_f32(w.block_totals + 4 * row)
+        if total != np.float32(-1):
+            offset = 4 * a.dim_v_padded * row
+            peak, total = merge(
+                load_f32(w.peaks + 4 * row), load_f32(w.totals + 4 * row), w.values + offset,
+                load_f32(w.block_peaks + 4 * row), total, w.block_values + offset, a.dim_v_padded,
+            )  # fmt: skip
+            store_f32(w.peaks + 4 * row, peak)
+            store_f32(w.totals + 4 * row, total)
+
+
+@njit
+def store_partials(a, w, kv_head, n_rows, partial):
+    """Keep the block's results of one token for `attention_end`."""
+    for row in range(n_rows):
+        head = kv_head * n_rows + row
+        target = a.partials + partial * a.partial_bytes
+        target += head * (PARTIAL_HEAD + 4 * a.dim_v_padded)
+        store_f32(target, load_f32(w.block_peaks + 4 * row))
+        store_f32(target + 4, load_f32(w.block_totals + 4 * row))
+        values = w.block_values + 4 * a.dim_v_padded * row
+        scale_row(target + PARTIAL_HEAD, values, a.dim_v_padded, np.float32(1))
+
+
+@job_kernel
+def attention(args: int, chunk: int, worker: int) -> None:
+    """One work item and kv head: see the module."""
+    a = array(args, 1, ATTENTION)[0]
+    w = array(a.workspaces + worker * WORKSPACE_BYTES, 1, WORKSPACE)[0]
+    item = array(a.items + ITEM_BYTES * (chunk // a.n_head_kv), 1, ITEM)[0]
+    kv_head = chunk % a.n_head_kv
+    n_rows = begin(a, item, w, kv_head)
+    for block in range(item.first_block, item.end_block):
+        attend_block(a, item, w, kv_head, n_rows, block)
+        if item.partial >= 0:
+            store_partials(a, w, kv_head, n_rows, item.partial + block - item.first_block)
+        else:
+            merge_block(a, w, n_rows)
+    if item.partial < 0:
+        group = a.n_head // a.n_head_kv
+        for row in range(n_rows):
+            head = kv_head * group + row % group
+            target = a.out + (item.token + row // group) * a.out_stride + head * a.dim_v * 4
+            inverse = np.float32(1) / load_f32(w.totals + 4 * row)
+            scale_row(target, w.values + 4 * a.dim_v_padded * row, a.dim_v, inverse)
+
+
+@job_kernel
+def attention_end(args: int, chunk: int, worker: int) -> None:
+    """Merge the partial results of token `chunk`, in the order of the blocks."""
+    a = array(args, 1, ATTENTION)[0]
+    first = load_i32(a.partial_spans + 8 * chunk)
+    n_partials = load_i32(a.partial_spans + 8 * chunk + 4)
+    if n_partials == 0:
+        return
+    w = array(a.workspaces + worker * WORKSPACE_BYTES, 1, WORKSPACE)[0]
+    for head in range(a.n_head):
+        clear(w.values, 4 * a.dim_v_padded)
+        peak, total = MINUS_INFINITY, np.float32(0)
+        for i in range(n_partials):
+            part = a.partials + (first + i) * a.partial_bytes
+            part += head * (PARTIAL_HEAD + 4 * a.dim_v_padded)
+            peak, total = merge(
+                peak, total, w.values,
+                load_f32(part), load_f32(part + 4), part + PARTIAL_HEAD, a.dim_v_padded,
+            )  # fmt: skip
+        target = a.out + chunk * a.out_stride + head * a.dim_v * 4
+        scale_row(target, w.values, a.dim_v, np.float32(1) / total)

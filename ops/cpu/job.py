@@ -1,0 +1,51 @@
+"""JobKernel: a job's function, compiled to a C function when its address is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import cfunc, njit, types
+
+from ops.cpu.memory import array
+
+SIGNATURE = types.void(types.int64, types.int64, types.int64)
+"""void job(int64 args, int64 chunk, int64 worker)"""
+
+
+class JobKernel:
+    """One job function; `address` compiles it, or loads it from the cache, once."""
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self.name = function.__name__
+        self._function = function
+        self._compiled: object = None
+
+    def compile(self) -> None:
+        """Compile the function, or load it from the cache, unless that was done."""
+        if self._compiled is None:
+            self._compiled = cfunc(SIGNATURE, cache=True)(self._function)
+
+    @property
+    def address(self) -> int:
+        """Of the compiled function."""
+        self.compile()
+        return int(self._compiled.address)  # type: ignore[attr-defined]
+
+
+def job_kernel(function: Callable[[int, int, int], None]) -> JobKernel:
+    """Decorate `f(args, chunk, worker)`, written for Numba, as a job."""
+    return JobKernel(function)
+
+
+def args_record(name: str, **fields: str) -> np.dtype[np.void]:
+    """A record of job arguments: field name -> "i8", "f4", ... ; addresses are i8."""
+    return np.dtype(list(fields.items()), align=True, metadata={"name": name})
+
+
+@njit
+def clear(address, n_bytes):
+    """Zero bytes, a multiple of 4."""
+    words = array(address, n_bytes // 4, np.int32)
+    for i in range(n_bytes // 4):
+        words[i] = 0

@@ -1,0 +1,266 @@
+"""ProgramBuilder: from a model's spec to the list of jobs that one step is.
+
+The same list serves decode and prompts of any size: the numbers of chunks that depend on the step
+are set before each run (`StepChunks`), those that depend on the routing by the router's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ops.cpu import heads as heads_job
+from ops.cpu.attention import (
+    ATTENTION,
+    PARTIAL_HEAD,
+    attention,
+    attention_end,
+    attention_workspaces,
+)
+from ops.cpu.heads import HEADS, heads
+from ops.cpu.job import JobKernel
+from ops.cpu.norm import NORM, QUANTIZE, norm, quantize
+from ops.cpu.program import Program, address_of, aligned
+from runtime.engine.activation_rows import ActivationRows, Rows
+from runtime.engine.feed_forward_jobs import FeedForwardJobs
+from runtime.engine.kv_pages import KVPages
+from runtime.engine.matrix_jobs import MatrixJobs, record
+from runtime.engine.step_buffers import StepBuffers
+from runtime.models.model import Model
+from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
+from runtime.models.spec import AttentionSpec, LayerSpec, QKNorm
+
+NORM_KINDS = {
+    QKNorm.NONE: heads_job.NORM_NONE,
+    QKNorm.HEAD: heads_job.NORM_HEAD,
+    QKNorm.ROW: heads_job.NORM_ROW,
+}
+ROPE_KINDS = {RopePairing.NEOX: heads_job.ROPE_NEOX, RopePairing.NORM: heads_job.ROPE_NORM}
+JOBS_PER_LAYER = 16
+KERNELS: tuple[JobKernel, ...] = (norm, quantize, heads, attention, attention_end)
+
+
+@dataclass
+class StepChunks:
+    """Jobs whose number of chunks follows from the step: lists of job indices."""
+
+    per_token: list[int] = field(default_factory=list)
+    per_output: list[int] = field(default_factory=list)
+    per_item: list[tuple[int, int]] = field(default_factory=list)  # (job, chunks an item)
+    per_partial: list[int] = field(default_factory=list)  # a chunk a token, if results are split
+
+    def freeze(self, program: Program) -> None:
+        """Keep index arrays: `apply` runs before every step."""
+        self._n_chunks = program.n_chunks
+        self._token = np.array(self.per_token, np.intp)
+        self._output = np.array(self.per_output, np.intp)
+        self._item = np.array([job for job, _ in self.per_item], np.intp)
+        self._item_chunks = np.array([n for _, n in self.per_item], np.int64)
+        self._partial = np.array(self.per_partial, np.intp)
+
+    def apply(self, n_tokens: int, n_outputs: int, n_items: int, split: int) -> None:
+        """Set the chunks of a step of `n_items` attention items."""
+        self._n_chunks[self._token] = n_tokens
+        self._n_chunks[self._output] = n_outputs
+        self._n_chunks[self._item] = self._item_chunks * n_items
+        self._n_chunks[self._partial] = n_tokens * split
+
+
+class ProgramBuilder:
+    """Builds one program; `build` is called once.
+
+    The program refers to the model's weights, the pages and the buffers by address: they must
+    outlive it.
+    """
+
+    def __init__(
+        self, model: Model, buffers: StepBuffers, pages: KVPages, n_workers: int, n_tokens: int
+    ) -> None:
+        spec = model.spec
+        self._model, self._spec = model, spec
+        self._buffers, self._pages = buffers, pages
+        self._n_workers, self._n_tokens = n_workers, n_tokens
+        self.program = Program(JOBS_PER_LAYER * len(spec.layers) + JOBS_PER_LAYER)
+        self.chunks = StepChunks()
+        self.x = Rows(n_tokens, 4 * spec.n_embd)
+        self._matrices = MatrixJobs(self.program, model, buffers, n_workers)
+        self._feed_forwards = FeedForwardJobs(
+            self.program, self.chunks.per_token, model, buffers, n_workers, n_tokens
+        )
+        self._normed = ActivationRows(n_tokens, spec.n_embd)
+        self._delta = Rows(n_tokens, 4 * spec.n_embd)
+        self._rope_tables: dict[RopeSpec, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._workspaces: dict[tuple[int, int, int], NDArray[Any]] = {}
+        self._heads_rows: dict[int, Rows] = {}
+        self._attended: dict[int, ActivationRows] = {}
+        self._partials: dict[int, NDArray[Any]] = {}
+
+    def build(self) -> Program:
+        """The program of all layers and the logits."""
+        spec = self._spec
+        pending: dict[str, int] = {}
+        for index, layer in enumerate(spec.layers):
+            pending = self._layer(index, layer, pending)
+        out = ActivationRows(self._n_tokens, spec.n_embd)
+        output = self._matrices.part(spec.output, out, self._buffers.logits)
+        job = self._norm("output_norm", spec.output_norm, out, pending, self._buffers.output_tokens)
+        self.chunks.per_output.append(job)
+        self._matrices.products(
+            "logits", [output], self._buffers.n_outputs, self._buffers.not_finite
+        )
+        self.program.keep += [self.x, out, self._normed, self._delta, self._model]
+        self.program.keep += [self._buffers, self._pages]
+        self.chunks.freeze(self.program)
+        return self.program
+
+    def _layer(self, index: int, layer: LayerSpec, pending: Mapping[str, int]) -> dict[str, int]:
+        """Jobs of one layer; the norm fields that add its result to the residual stream."""
+        mixer = layer.mixer
+        joined = self._heads_rows.setdefault(
+            width := mixer.n_q + mixer.n_k + mixer.n_v, Rows(self._n_tokens, 4 * width)
+        )
+        parts, first = [], 0
+        for linear in mixer.qkv:
+            parts.append(self._matrices.part(linear, self._normed, joined, first))
+            first += 4 * linear.n_out
+        job = self._norm(f"{index}.mixer_norm", layer.mixer_norm, self._normed, pending)
+        self.chunks.per_token.append(job)
+        self._matrices.products(f"{index}.qkv", parts, self._buffers.n_tokens)
+        attended = self._attention(index, mixer, joined)
+        output = self._matrices.part(mixer.output, attended, self._delta)
+        if attended.quantized:
+            self._quantize(f"{index}.quantize", attended)
+        self._matrices.products(f"{index}.attention_output", [output], self._buffers.n_tokens)
+
+        routed = self._feed_forwards.prepare(layer.feed_forward, self._normed)
+        added = {"delta": self._delta.address, "delta_stride": self._delta.stride}
+        name = layer.feed_forward_norm
+        job = self._norm(f"{index}.feed_forward_norm", name, self._normed, added)
+        self.chunks.per_token.append(job)
+        return self._feed_forwards.add(f"{index}.", routed, self._matrices)
+
+    def _norm(
+        self,
+        name: str,
+        weight: str,
+        out: ActivationRows,
+        pending: Mapping[str, int],
+        tokens: NDArray[np.int32] | None = None,
+    ) -> int:
+        args = record(
+            NORM,
+            x=self.x.address,
+            x_stride=self.x.stride,
+            n=self._spec.n_embd,
+            tokens=0 if tokens is None else address_of(tokens),
+            weight=self._matrices.vector(weight),
+            eps=self._spec.eps,
+            out_f32=out.f32.address,
+            out_f32_stride=out.f32.stride,
+            **out.record_fields(),
+            **pending,
+        )
+        return self.program.add(name, norm.address, args)
+
+    def _quantize(self, name: str, rows: ActivationRows) -> None:
+        args = record(
+            QUANTIZE,
+            x=rows.f32.address,
+            x_stride=rows.f32.stride,
+            n=rows.width,
+            **rows.record_fields(),
+        )
+        self.chunks.per_token.append(self.program.add(name, quantize.address, args))
+
+    def _attention(self, index: int, mixer: AttentionSpec, joined: Rows) -> ActivationRows:
+        """The jobs between the QKV products and the output product; what the latter multiplies."""
+        width = mixer.n_head * mixer.head_dim_v
+        attended = self._attended.setdefault(width, ActivationRows(self._n_tokens, width))
+        shared = {
+            "n_head": mixer.n_head,
+            "n_head_kv": mixer.n_head_kv,
+            "dim_k": mixer.head_dim_k,
+            "dim_v": mixer.head_dim_v,
+            "positions": address_of(self._buffers.positions),
+            **self._pages.fields(index),
+        }
+        self._heads(index, mixer, joined, shared)
+        args = self._attention_args(mixer, joined, attended.f32, shared)
+        job = self.program.add(f"{index}.attention", attention.address, args)
+        self.chunks.per_item.append((job, mixer.n_head_kv))
+        job = self.program.add(f"{index}.attention_end", attention_end.address, args)
+        self.chunks.per_partial.append(job)
+        return attended
+
+    def _heads(
+        self, index: int, mixer: AttentionSpec, joined: Rows, shared: dict[str, int]
+    ) -> None:
+        args = record(
+            HEADS,
+            q=joined.address,
+            k=joined.address + 4 * mixer.n_q,
+            v=joined.address + 4 * (mixer.n_q + mixer.n_k),
+            row_stride=joined.stride,
+            norm_kind=NORM_KINDS[mixer.qk_norm],
+            q_norm=self._matrices.vector(mixer.q_norm),
+            k_norm=self._matrices.vector(mixer.k_norm),
+            cell_pages=address_of(self._buffers.cell_pages),
+            eps=self._spec.eps,
+            q_scale=mixer.scale,
+            **shared,
+        )
+        if mixer.rope is not None:
+            cosines, sines = self._rope(mixer.rope)
+            args["rope_kind"] = ROPE_KINDS[mixer.rope.pairing]
+            args["n_rot"] = mixer.rope.n_rot
+            args["cosines"], args["sines"] = address_of(cosines), address_of(sines)
+        self.chunks.per_token.append(self.program.add(f"{index}.heads", heads.address, args))
+
+    def _attention_args(
+        self, mixer: AttentionSpec, joined: Rows, out: Rows, shared: dict[str, int]
+    ) -> NDArray[Any]:
+        b, padded = self._buffers, shared["dim_v_padded"]
+        partial_bytes = mixer.n_head * (PARTIAL_HEAD + 4 * padded)
+        if partial_bytes not in self._partials:
+            self._partials[partial_bytes] = aligned((b.max_partials, partial_bytes), np.uint8)
+        key = (mixer.n_head, mixer.n_head_kv, padded)
+        if key not in self._workspaces:
+            self._workspaces[key], arrays = attention_workspaces(self._n_workers, *key)
+            self.program.keep += [self._workspaces[key], *arrays]
+        self.program.keep += [joined, out, self._partials[partial_bytes]]
+        return record(
+            ATTENTION,
+            items=address_of(b.items),
+            q=joined.address,
+            q_stride=joined.stride,
+            out=out.address,
+            out_stride=out.stride,
+            sequences=address_of(b.sequences),
+            page_tables=address_of(b.page_tables),
+            table_stride=b.page_tables.strides[0],
+            partials=address_of(self._partials[partial_bytes]),
+            partial_bytes=partial_bytes,
+            partial_spans=address_of(b.partial_spans),
+            workspaces=address_of(self._workspaces[key]),
+            **shared,
+        )
+
+    def _rope(self, rope: RopeSpec) -> tuple[NDArray[Any], NDArray[Any]]:
+        """f32[n_positions, n_rot / 2] cosines and sines, computed once for all layers alike."""
+        if rope not in self._rope_tables:
+            factors = None
+            if rope.factors is not None:
+                factors = self._model.weights[rope.factors].to_f32().reshape(-1)
+            frequencies = rope_frequencies(rope, factors)
+            angles = np.arange(self._buffers.n_positions)[:, None] * frequencies
+            tables = tuple(
+                np.ascontiguousarray(f(angles) * rope.magnitude, np.float32)
+                for f in (np.cos, np.sin)
+            )
+            self._rope_tables[rope] = (tables[0], tables[1])
+            self.program.keep += tables
+        return self._rope_tables[rope]
