@@ -1,0 +1,92 @@
+"""The `hotexpert` program: one file per subcommand, each imported only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from runtime.commands.options import CommandParser
+from runtime.errors import EngineError
+
+COMMANDS = {
+    "serve": "HTTP server: OpenAI's API and llama-server's own",
+    "run": "chat in the terminal, or complete one prompt",
+    "inspect": "what a model file holds, and what fits where",
+    "bench": "prompt and generation speed, as llama-bench measures it",
+    "perplexity": "how well a model predicts a text, as llama-perplexity measures it",
+    "logits": "the raw logits of given tokens, for comparing engines",
+}
+OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code: 0, 1 (an error, in one line), 2 (wrong usage)."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return OK if words else WRONG_USAGE
+    if words[0] == "--version":
+        print(f"hotexpert {program_version()}")
+        return OK
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        print(
+            f"hotexpert: unknown command {name!r}; use one of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return WRONG_USAGE
+    try:
+        return run_command(name, rest)
+    except EngineError as error:
+        print(f"hotexpert {name}: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # The reader has seen enough (`hotexpert inspect | head`); nothing more can be printed.
+        sys.stderr.close()
+        return FAILED
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Parse `words` as the arguments of subcommand `name` and run it."""
+    module = importlib.import_module(f"runtime.commands.{name}")
+    if hasattr(module, "take_over"):
+        return int(module.take_over(words))
+    parser = CommandParser(
+        prog=f"hotexpert {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        settings = parser.parse_args(words)
+    except SystemExit as end:  # after --help, or a message that names the argument
+        return end.code if isinstance(end.code, int) else WRONG_USAGE
+    return int(module.run(settings))
+
+
+def overview() -> str:
+    """The page of `hotexpert --help`."""
+    lines = [
+        "usage: hotexpert COMMAND [options]",
+        "",
+        "Runs GGUF language models, above all Mixture-of-Experts models. Without a model named,",
+        "a bundled demonstration model answers: for trying out, not for its answers.",
+        "",
+        *(f"  {name:12}{what}" for name, what in COMMANDS.items()),
+        "",
+        "hotexpert COMMAND --help lists a command's options.",
+    ]
+    return "\n".join(lines)
+
+
+def program_version() -> str:
+    try:
+        return version("hotexpert")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"

@@ -1,0 +1,1 @@
+"""The engine: sequences, scheduler, KV pages, sampling, and the executors that perform steps."""

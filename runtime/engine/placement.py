@@ -1,0 +1,140 @@
+"""Placement: which executor computes a model, and why; opening both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from runtime.config import ContextShape, EngineConfig, context_shape
+from runtime.engine.executor import Executor, ExecutorLimits
+from runtime.engine.model_facts import ModelFacts, facts_of, open_template, open_tokenizer
+from runtime.errors import ConfigError
+from runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from runtime.models.model import Model
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A ready executor, its model, why it was chosen, and what to close after it."""
+
+    executor: Executor
+    model: ModelFacts
+    shape: ContextShape
+    reason: str
+    resources: ExitStack
+
+    async def close(self) -> None:
+        """Close the executor, then the model under it."""
+        try:
+            await self.executor.close()
+        finally:
+            self.resources.close()
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device: why `auto` would take it (None: not usable here), and how it opens."""
+
+    reason: Callable[[], str | None]
+    open: Callable[[Model, EngineConfig, ContextShape, Progress], Executor]
+
+
+def _open_cpu(
+    model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
+) -> Executor:
+    from ops.cpu.kv_layout import PAGE_TOKENS
+    from runtime.engine.cpu_executor import open_cpu_executor
+
+    def kernel_ready(n_ready: int, n_kernels: int) -> None:
+        if n_ready == 0:
+            progress.start("preparing kernels", n_kernels, "kernel")
+        else:
+            progress.advance()
+
+    return open_cpu_executor(
+        model,
+        n_ctx=shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS,
+        max_sequences=shape.n_parallel,
+        max_step_tokens=max(config.n_batch, shape.n_parallel),
+        n_threads=config.n_threads,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        progress=kernel_ready,
+    )
+
+
+# In the order of preference; a device that is named is opened whatever its reason says.
+DEVICES: Mapping[str, Device] = {
+    "cpu": Device(lambda: "no other device is implemented", _open_cpu),
+}
+
+
+def open_placed(config: EngineConfig, progress: Progress) -> Opened:
+    """Open the model of `config` and the executor for it.  Takes seconds: call it from a thread.
+
+    Raises: ConfigError, ModelError, DeviceError.
+    """
+    if config.device == "fake":
+        return _open_fake(config, progress)
+    name, reason = _choose(config.device)
+    with ExitStack() as resources:
+        model, facts = _open_model(config, progress, resources)
+        shape = context_shape(config, facts.n_ctx_train)
+        executor = DEVICES[name].open(model, config, shape, progress)
+        return Opened(executor, facts, shape, reason, resources.pop_all())
+
+
+def _choose(device: str) -> tuple[str, str]:
+    if device != "auto":
+        return device, "asked for"
+    for name, row in DEVICES.items():
+        reason = row.reason()
+        if reason is not None:
+            return name, reason
+    raise ConfigError(f"device = 'auto': none of {', '.join(DEVICES)} can be used here")
+
+
+def _open_model(
+    config: EngineConfig, progress: Progress, resources: ExitStack
+) -> tuple[Model, ModelFacts]:
+    from runtime.models.model import open_model
+
+    progress.start("opening the model")
+    model = resources.enter_context(open_model(config.model_path))
+    progress.start("reading the vocabulary")
+    return model, facts_of(model)
+
+
+def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
+    """The fake device; with a model, its vocabulary and sizes are that model's."""
+    from runtime.engine.fake_executor import FakeExecutor
+    from runtime.engine.fake_model import PAGE_TOKENS, fake_bias, fake_facts
+
+    with ExitStack() as resources:
+        if config.model is None:
+            facts = fake_facts()
+            tokenizer, text_error = open_tokenizer(facts.metadata)
+            template, template_error = open_template(facts.metadata, tokenizer)
+            facts = replace(
+                facts,
+                text=tokenizer,
+                text_error=text_error,
+                template=template,
+                template_error=template_error,
+            )
+        else:
+            _, facts = _open_model(config, progress, resources)
+        shape = context_shape(config, facts.n_ctx_train)
+        limits = ExecutorLimits(
+            n_vocab=facts.n_vocab,
+            n_pages=shape.n_pages(PAGE_TOKENS),
+            page_tokens=PAGE_TOKENS,
+            max_step_tokens=max(config.n_batch, shape.n_parallel),
+            max_sequences=shape.n_parallel,
+        )
+        executor = FakeExecutor(limits, bias=fake_bias(facts.n_vocab))
+        return Opened(executor, facts, shape, "asked for", resources.pop_all())

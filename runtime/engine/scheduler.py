@@ -1,0 +1,276 @@
+"""Scheduler: decides the next step.  Pure and synchronous: it moves bookkeeping, never data.
+
+First come, first served.  Prompt chunks and decode steps take turns, so a long prompt delays the
+running answers by one chunk at a time.  When KV pages run out, the latest sequence leaves its pages
+(their contents go to host memory) and comes back before anything newer starts.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.engine.executor import ExecutorLimits
+from runtime.engine.kv_cache import KVCache
+from runtime.engine.sequence import Sequence, State
+from runtime.engine.step import Step, StepKind
+from runtime.errors import EngineBug
+
+# A prompt chunk beside running answers should not delay them longer than this; the chunk never
+# shrinks below the smallest batch that still shares the unpacked weights well.
+STALL_SECONDS = 0.5
+MIN_CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sequence's share of a step: tokens [start, start + n_tokens) of it."""
+
+    sequence: Sequence
+    start: int
+    n_tokens: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the last of the tokens is followed by a new one."""
+        return self.start + self.n_tokens == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Copy `pages` of a preempted sequence to host memory (`sequence.images`), one image each."""
+
+    sequence: Sequence
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Fill `pages` of a returning sequence from `sequence.images` at `indices`."""
+
+    sequence: Sequence
+    indices: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do next, in this order: all saves, all loads, the step (None: there is none)."""
+
+    saves: tuple[Save, ...]
+    loads: tuple[Load, ...]
+    parts: tuple[Part, ...]
+    step: Step | None
+
+
+class Scheduler:
+    """Waiting and running sequences, and the pages they share."""
+
+    def __init__(
+        self, limits: ExecutorLimits, kv: KVCache, *, n_batch: int, n_ctx_sequence: int
+    ) -> None:
+        """n_batch: tokens of a prompt chunk; n_ctx_sequence: tokens a sequence may have at most.
+
+        Raises: EngineBug where one sequence alone could outgrow the pages.
+        """
+        self._max_pages = kv.pages_for(n_ctx_sequence)
+        if self._max_pages > kv.n_pages:
+            raise EngineBug(f"{kv.n_pages} pages cannot hold {n_ctx_sequence} tokens")
+        self.kv = kv
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.n_preemptions = 0
+        self._n_batch = min(n_batch, limits.max_step_tokens)
+        self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
+        self._last_kind = StepKind.DECODE
+        self._prompt_rate = 0.0  # tokens per second of the last prompt step
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        insort(self.waiting, sequence, key=lambda s: s.arrival)
+
+    def next_step(self) -> Plan:
+        """Let sequences go and come, and say what to compute now."""
+        self._drop_cancelled()
+        saves = self._make_room()
+        loads = [] if saves else self._admit()
+        parts = self._choose()
+        copies = tuple(copy for s in self.running for copy in s.pages.copies)
+        step = _step(self._last_kind, parts, copies) if parts else None
+        return Plan(tuple(saves), tuple(loads), tuple(parts), step)
+
+    def commit(self, plan: Plan, seconds: float) -> list[tuple[int, Sequence]]:
+        """The step of `plan` was done in `seconds`.
+
+        Returns (row of the logits, sequence) for every sequence that gets a token.
+        """
+        if plan.step is None:
+            raise EngineBug("a plan without a step was committed")
+        if plan.step.kind is StepKind.PREFILL and seconds > 0:
+            self._prompt_rate = plan.step.n_tokens / seconds
+        for sequence in self.running:
+            self.kv.copied(sequence.pages)
+        wanting = [part for part in plan.parts if part.wants_logits]
+        for part in plan.parts:
+            sequence = part.sequence
+            if sequence.is_over:
+                continue  # its part of the step failed
+            sequence.n_computed = part.start + part.n_tokens
+            self.kv.record(sequence.pages, sequence.tokens, sequence.n_computed)
+            if sequence.state is State.PREFILL and sequence.has_prompt:
+                sequence.move(State.DECODE)
+        return [
+            (row, part.sequence) for row, part in enumerate(wanting) if not part.sequence.is_over
+        ]
+
+    def alone(self, plan: Plan) -> list[tuple[Part, Step]]:
+        """The step of `plan` as one step per sequence, for a step that failed as a whole."""
+        kind = StepKind.DECODE if plan.step is None else plan.step.kind
+        copies = () if plan.step is None else plan.step.page_copies
+        steps = []
+        for part in plan.parts:
+            own = {page for _, page in part.sequence.pages.copies}
+            kept = tuple(copy for copy in copies if copy[1] in own)
+            steps.append((part, _step(kind, [part], kept)))
+        return steps
+
+    def end(self, sequence: Sequence, state: State, *, poisoned: bool = False) -> None:
+        """Take a sequence out, between steps.  poisoned: its KV cannot be trusted."""
+        sequence.move(state)
+        sequence.images.clear()
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self.kv.close(sequence.pages, poisoned=poisoned)
+        sequence.table = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.cancel_wanted:
+                self.end(sequence, State.CANCELLED)
+
+    def _make_room(self) -> list[Save]:
+        """A page for every answer's next token; where none is left the latest sequences leave."""
+        saves: list[Save] = []
+        for sequence in sorted(self.running, key=lambda s: s.arrival):
+            while sequence.state is State.DECODE and not self.kv.grow(
+                sequence.pages, sequence.n_computed + 1
+            ):
+                saves.append(self._preempt(max(self.running, key=lambda s: s.arrival)))
+        return saves
+
+    def _preempt(self, sequence: Sequence) -> Save:
+        if len(self.running) == 1:
+            raise EngineBug(f"{sequence!r} has the pool for itself and does not fit")
+        sequence.move(State.WAITING)
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        n_pages = self.kv.pages_for(sequence.n_computed)
+        save = Save(sequence, tuple(sequence.pages.pages[:n_pages]))
+        sequence.saved = self.kv.save(sequence.pages, sequence.n_computed)
+        sequence.table = None
+        insort(self.waiting, sequence, key=lambda s: s.arrival)
+        self.n_preemptions += 1
+        return save
+
+    def _admit(self) -> list[Load]:
+        loads = []
+        for sequence in list(self.waiting):
+            if not self._free_slots:
+                break
+            leader = sequence.leader
+            if leader is not None and not (leader.is_over or leader.has_prompt):
+                continue  # its prompt is on the way
+            # Room for the others' next pages, or the newcomer would be thrown out at once.
+            spare = sum(len(s.pages.pages) < self._max_pages for s in self.running)
+            load = self._open(sequence, spare)
+            if load is None:
+                break
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            sequence.slot = self._free_slots.pop()
+            loads.append(load)
+        return [load for load in loads if load.indices]
+
+    def _open(self, sequence: Sequence, spare: int) -> Load | None:
+        """Pages for a waiting sequence, or None where they are missing."""
+        saved = sequence.saved
+        if saved is None:
+            if sequence.prompt_chain is None and sequence.reuse_prefix:
+                leader = sequence.leader
+                known = leader.prompt_chain if leader else None
+                sequence.prompt_chain = known or self.kv.chain_of(sequence.tokens)
+            table = self.kv.open(
+                sequence.tokens,
+                n_reserve=sequence.n_prompt + 1,
+                chain=sequence.prompt_chain,
+                spare=spare,
+                reuse=sequence.reuse_prefix,
+            )
+            if table is None:
+                return None
+            sequence.table = table
+            sequence.n_computed = sequence.n_cached = table.n_cached
+            sequence.move(State.PREFILL)
+            return Load(sequence, (), ())
+        n_reserve = max(saved.n_tokens, sequence.n_prompt) + 1
+        reopened = self.kv.reopen(saved, sequence.tokens, n_reserve=n_reserve, spare=spare)
+        if reopened is None:
+            return None
+        sequence.table, missing = reopened
+        sequence.saved = None
+        sequence.move(State.DECODE if sequence.n_generated else State.PREFILL)
+        return Load(sequence, tuple(missing), tuple(sequence.table.pages[i] for i in missing))
+
+    def _choose(self) -> list[Part]:
+        """The parts of the next step; prompt chunks and decode steps take turns."""
+        prompts = [s for s in self.running if s.state is State.PREFILL]
+        answers = [s for s in self.running if s.state is State.DECODE]
+        if prompts and not (answers and self._last_kind is StepKind.PREFILL):
+            self._last_kind = StepKind.PREFILL
+            return self._chunk(sorted(prompts, key=lambda s: s.arrival), beside=bool(answers))
+        self._last_kind = StepKind.DECODE
+        return [Part(s, s.n_computed, 1) for s in answers]
+
+    def _chunk(self, prompts: list[Sequence], *, beside: bool) -> list[Part]:
+        budget = self._n_batch
+        if beside and self._prompt_rate:
+            budget = min(budget, max(int(self._prompt_rate * STALL_SECONDS), MIN_CHUNK))
+        parts = []
+        for sequence in prompts:
+            n_tokens = min(budget, sequence.n_prompt - sequence.n_computed)
+            if n_tokens:
+                parts.append(Part(sequence, sequence.n_computed, n_tokens))
+            budget -= n_tokens
+        return parts
+
+
+def _step(kind: StepKind, parts: list[Part], copies: tuple[tuple[int, int], ...]) -> Step:
+    """The arrays of a step."""
+    tables = [part.sequence.pages.pages for part in parts]
+    page_tables = np.full((len(parts), max(map(len, tables))), -1, dtype=np.int32)
+    for row, table in enumerate(tables):
+        page_tables[row, : len(table)] = table
+    lengths = [part.n_tokens for part in parts]
+    ends = np.cumsum(lengths)
+    positions = [at for p in parts for at in range(p.start, p.start + p.n_tokens)]
+    tokens = [t for p in parts for t in p.sequence.tokens[p.start : p.start + p.n_tokens]]
+    return Step(
+        kind=kind,
+        token_ids=np.array(tokens, dtype=np.int32),
+        positions=np.array(positions, dtype=np.int32),
+        rows=np.repeat(np.arange(len(parts), dtype=np.int32), lengths),
+        page_tables=page_tables,
+        output_tokens=np.array(
+            [end - 1 for p, end in zip(parts, ends, strict=True) if p.wants_logits], dtype=np.int32
+        ),
+        page_copies=copies,
+    )

@@ -1,0 +1,118 @@
+"""Slots: the parallel places of an engine as the server shows, saves and restores them."""
+
+from __future__ import annotations
+
+from runtime.config import ContextShape
+from runtime.engine.answer import Answer
+from runtime.engine.kv_cache import KVCache
+from runtime.engine.slot_image import SlotImage
+from runtime.engine.statistics import SlotStatistics, Statistics
+from runtime.engine.step_loop import StepLoop
+from runtime.errors import RequestError
+
+
+class Slots:
+    """What each slot last did.  The KV itself belongs to nobody: it lies in the prefix cache."""
+
+    def __init__(self, steps: StepLoop, kv: KVCache, shape: ContextShape, model_key: str) -> None:
+        """model_key: what the contents of pages depend on; an image of another one is refused."""
+        self._steps = steps
+        self._kv = kv
+        self._shape = shape
+        self._model_key = model_key
+        self._restored: dict[int, tuple[Answer | None, list[int]]] = {}
+
+    def statistics(self) -> Statistics:
+        scheduler = self._steps.scheduler
+        return Statistics(
+            n_running=len(scheduler.running),
+            n_waiting=len(scheduler.waiting),
+            n_pages=self._kv.n_pages,
+            n_pages_free=self._kv.n_free,
+            n_pages_cached=self._kv.n_idle,
+            counters=self._steps.counters,
+            slots=tuple(self._slot(slot) for slot in range(self._shape.n_parallel)),
+        )
+
+    async def save(self, slot: int) -> bytes:
+        """Raises: RequestError where the slot does not exist or holds nothing."""
+        tokens = self._tokens(slot)
+
+        async def copy_out() -> SlotImage:
+            pages, n_tokens = self._kv.lookup(tokens)
+            if not n_tokens:
+                raise RequestError("id_slot", f"slot {slot} has nothing in the cache")
+            executor = self._steps.executor
+            images = await self._steps.off_loop(
+                lambda: [executor.save_pages([page]) for page in pages]
+            )
+            return SlotImage(self._model_key, self._kv.page_tokens, tokens[:n_tokens], images)
+
+        image = await self._steps.between_steps(copy_out)
+        return await self._steps.off_loop(image.to_bytes)
+
+    async def restore(self, slot: int, data: bytes) -> int:
+        """Raises: RequestError where the image is not one of this model, or does not fit."""
+        self._tokens(slot)
+        image = await self._steps.off_loop(lambda: SlotImage.from_bytes(data))
+        if (image.model, image.page_tokens) != (self._model_key, self._kv.page_tokens):
+            raise RequestError("filename", f"saved by another model: {image.model}")
+
+        async def copy_in() -> None:
+            restored = self._kv.restore(image.tokens)
+            if restored is None:
+                raise RequestError("filename", f"{len(image.tokens)} tokens do not fit now")
+            executor = self._steps.executor
+
+            def load() -> None:
+                for page, index in zip(*restored, strict=True):
+                    executor.load_pages([page], image.page_images[index])
+
+            await self._steps.off_loop(load)
+
+        await self._steps.between_steps(copy_in)
+        self._restored[slot] = (self._steps.slots.get(slot), image.tokens)
+        return len(image.tokens)
+
+    async def erase(self, slot: int) -> int:
+        """Raises: RequestError where the slot does not exist."""
+        tokens = self._tokens(slot)
+
+        async def forget() -> int:
+            return self._kv.forget(tokens)
+
+        return await self._steps.between_steps(forget)
+
+    def _tokens(self, slot: int) -> list[int]:
+        """What the slot last held.  Raises: RequestError."""
+        if type(slot) is not int or not 0 <= slot < self._shape.n_parallel:
+            raise RequestError("id_slot", f"{slot!r}: use 0 to {self._shape.n_parallel - 1}")
+        answer = self._steps.slots.get(slot)
+        if slot in self._restored:
+            before, tokens = self._restored[slot]
+            if before is answer:
+                return tokens
+            del self._restored[slot]  # another sequence has used the slot since
+        return [] if answer is None else list(answer.sequence.tokens)
+
+    def _slot(self, slot: int) -> SlotStatistics:
+        n_ctx = self._shape.n_ctx_sequence
+        answer = self._steps.slots.get(slot)
+        if answer is None:
+            return SlotStatistics(slot, "EMPTY", n_ctx)
+        sequence = answer.sequence
+        return SlotStatistics(
+            id=slot,
+            state=sequence.state.name,
+            n_ctx=n_ctx,
+            is_processing=sequence in self._steps.scheduler.running and sequence.slot == slot,
+            request=sequence.arrival,
+            n_tokens=len(sequence.tokens),
+            n_prompt=sequence.n_prompt,
+            n_cached=sequence.n_cached,
+            n_processed=max(min(sequence.n_computed, sequence.n_prompt) - sequence.n_cached, 0),
+            n_generated=sequence.n_generated,
+            n_remain=answer.n_remain,
+            has_new_line=answer.has_new_line,
+            params=answer.params,
+        )

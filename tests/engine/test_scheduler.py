@@ -1,0 +1,231 @@
+"""What the scheduler decides, step by step, without any device."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.engine.executor import ExecutorLimits
+from runtime.engine.kv_cache import KVCache
+from runtime.engine.scheduler import MIN_CHUNK, Plan, Scheduler
+from runtime.engine.sequence import Sequence, State
+from runtime.engine.step import Step, StepKind
+from runtime.errors import EngineBug
+
+PAGE = 4
+
+
+def scheduler(
+    n_pages: int = 64, max_sequences: int = 4, n_batch: int = 8, n_ctx: int | None = None
+) -> Scheduler:
+    limits = ExecutorLimits(
+        n_vocab=100,
+        n_pages=n_pages,
+        page_tokens=PAGE,
+        max_step_tokens=max(n_batch, max_sequences),
+        max_sequences=max_sequences,
+    )
+    kv = KVCache(n_pages, PAGE)
+    return Scheduler(limits, kv, n_batch=n_batch, n_ctx_sequence=n_ctx or n_pages * PAGE)
+
+
+def prompt(arrival: int, n_tokens: int, first: int | None = None) -> Sequence:
+    """A sequence whose prompt shares nothing with the others (unless `first` says so)."""
+    start = 10 * arrival if first is None else first
+    return Sequence(arrival, [start, *range(n_tokens - 1)])
+
+
+def step_of(plan: Plan) -> Step:
+    assert plan.step is not None
+    return plan.step
+
+
+def advance(s: Scheduler, seconds: float = 0.0, token: int = 7) -> Plan:
+    """Plan a step, commit it, and give every sequence that wants one a token."""
+    plan = s.next_step()
+    for save in plan.saves:
+        save.sequence.images = [b"page"] * len(save.pages)
+    if plan.step is not None:
+        for _, sequence in s.commit(plan, seconds):
+            sequence.tokens.append(token)
+    return plan
+
+
+def shape(plan: Plan) -> tuple[StepKind, list[tuple[int, int]]]:
+    return step_of(plan).kind, [(part.sequence.arrival, part.n_tokens) for part in plan.parts]
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    assert scheduler().next_step().step is None
+
+
+def test_a_prompt_is_read_in_chunks_and_only_its_end_gives_logits() -> None:
+    s = scheduler(n_batch=8)
+    s.add(prompt(1, 18))
+
+    plans = [advance(s) for _ in range(3)]
+
+    assert [step_of(plan).n_tokens for plan in plans] == [8, 8, 2]
+    assert [step_of(plan).output_tokens.tolist() for plan in plans] == [[], [], [1]]
+    assert step_of(plans[1]).positions.tolist() == list(range(8, 16))
+    assert shape(advance(s)) == (StepKind.DECODE, [(1, 1)])
+
+
+def test_several_short_prompts_share_a_step_in_order_of_arrival() -> None:
+    s = scheduler(n_batch=8)
+    for arrival in (1, 2, 3):
+        s.add(prompt(arrival, 3))
+
+    assert shape(advance(s)) == (StepKind.PREFILL, [(1, 3), (2, 3), (3, 2)])
+    assert shape(advance(s)) == (StepKind.DECODE, [(1, 1), (2, 1)])
+    assert shape(advance(s)) == (StepKind.PREFILL, [(3, 1)])
+
+
+def test_decode_steps_and_prompt_chunks_take_turns() -> None:
+    s = scheduler(n_batch=8)
+    s.add(prompt(1, 4))
+    advance(s)
+    s.add(prompt(2, 24))
+
+    kinds = [step_of(advance(s)).kind for _ in range(6)]
+
+    prefill, decode = StepKind.PREFILL, StepKind.DECODE
+    assert kinds == [decode, prefill, decode, prefill, decode, prefill]
+
+
+def test_a_slow_prompt_is_read_in_smaller_chunks_beside_an_answer() -> None:
+    s = scheduler(n_batch=512, n_pages=600)
+    s.add(prompt(1, 512))
+    advance(s, seconds=512 / 100)  # 100 tokens a second: half a second is 50 tokens
+    s.add(prompt(2, 1000))
+    advance(s)
+
+    assert shape(advance(s, seconds=50 / 20)) == (StepKind.PREFILL, [(2, 50)])
+    advance(s)
+    assert shape(advance(s)) == (StepKind.PREFILL, [(2, MIN_CHUNK)])
+
+
+def test_more_sequences_than_slots_wait_first_in_first_out() -> None:
+    s = scheduler(max_sequences=2)
+    sequences = [prompt(arrival, 2) for arrival in (1, 2, 3, 4)]
+    for sequence in sequences:
+        s.add(sequence)
+    advance(s)
+
+    assert [sequence.state for sequence in sequences[:3]] == [
+        State.DECODE,
+        State.DECODE,
+        State.WAITING,
+    ]
+    s.end(sequences[1], State.FINISHED)
+    advance(s)
+    assert sequences[2].slot == sequences[1].slot
+    assert sequences[3].state is State.WAITING
+
+
+def test_the_latest_sequence_makes_room_and_comes_back_before_newer_ones() -> None:
+    s = scheduler(n_pages=6, max_sequences=3)
+    first, second, third = (prompt(arrival, 7) for arrival in (1, 2, 3))
+    s.add(first)
+    s.add(second)
+    plans = [advance(s) for _ in range(3)]
+    s.add(third)
+    while not any(plan.saves for plan in plans):
+        plans.append(advance(s))
+
+    (save,) = plans[-1].saves
+    assert save.sequence is second
+    assert second.state is State.WAITING
+    assert s.waiting == [second, third]
+    assert len(save.pages) == -(-second.n_computed // PAGE)
+    assert s.n_preemptions == 1
+
+    n_tokens, n_computed = len(second.tokens), second.n_computed
+    s.end(first, State.FINISHED)
+    plan = s.next_step()
+    assert [load.sequence for load in plan.loads] == [second]
+    assert second.state is State.DECODE
+    assert (len(second.tokens), second.n_computed) == (n_tokens, n_computed)  # nothing recomputed
+
+
+def test_one_sequence_can_fill_the_whole_pool() -> None:
+    s = scheduler(n_pages=4)
+    sequence = prompt(1, 8)
+    s.add(sequence)
+    while len(sequence.tokens) < 4 * PAGE:
+        advance(s)
+    assert step_of(advance(s)).positions.tolist() == [4 * PAGE - 1]
+
+
+def test_an_evenly_split_pool_holds_every_sequence_at_its_limit() -> None:
+    s = scheduler(n_pages=4, max_sequences=2, n_batch=16, n_ctx=2 * PAGE)
+    sequences = [prompt(arrival, 2 * PAGE - 1) for arrival in (1, 2)]
+    for sequence in sequences:
+        s.add(sequence)
+    advance(s)
+    assert [sequence.state for sequence in sequences] == [State.DECODE, State.DECODE]
+
+
+def test_a_pool_that_is_too_small_for_one_sequence_is_a_bug() -> None:
+    with pytest.raises(EngineBug, match="cannot hold"):
+        scheduler(n_pages=4, n_ctx=100)
+
+
+def test_a_cancelled_sequence_leaves_after_the_step_in_flight() -> None:
+    s = scheduler()
+    sequence = prompt(1, 4)
+    s.add(sequence)
+    plan = s.next_step()
+    sequence.cancel_wanted = True
+    s.commit(plan, 0.0)
+
+    assert s.next_step().step is None
+    assert sequence.state is State.CANCELLED
+    assert s.kv.n_available == s.kv.n_pages
+
+
+def test_a_waiting_sequence_can_be_cancelled() -> None:
+    s = scheduler(max_sequences=1)
+    s.add(prompt(1, 4))
+    waiting = prompt(2, 4)
+    s.add(waiting)
+    advance(s)
+    waiting.cancel_wanted = True
+    advance(s)
+    assert waiting.state is State.CANCELLED
+    assert s.waiting == []
+
+
+def test_siblings_wait_for_the_prompt_and_share_it() -> None:
+    s = scheduler(n_batch=8)
+    leader = prompt(1, 10)
+    siblings = [Sequence(n, leader.tokens, leader=leader) for n in (2, 3)]
+    late = prompt(4, 2, first=90)
+    for sequence in (leader, *siblings, late):
+        s.add(sequence)
+
+    assert shape(advance(s)) == (StepKind.PREFILL, [(1, 8)])
+    assert late.state is State.PREFILL  # not held up by the siblings
+    advance(s)
+    assert siblings[0].state is State.WAITING
+    advance(s)
+    plan = advance(s)
+    assert shape(plan) == (StepKind.PREFILL, [(2, 1), (3, 1)])
+    assert [sibling.n_cached for sibling in siblings] == [9, 9]
+    assert {page for page, _ in step_of(plan).page_copies} <= {leader.pages.pages[2]}
+
+
+def test_page_copies_are_asked_for_once() -> None:
+    s = scheduler()
+    first = prompt(1, 6)
+    s.add(first)
+    advance(s)
+    second = Sequence(2, [*first.tokens[:6], 55])
+    s.add(second)
+    copies = [step_of(advance(s)).page_copies for _ in range(4)]
+    assert copies == [((first.pages.pages[1], second.pages.pages[1]),), (), (), ()]
+
+
+def test_only_allowed_moves_are_made() -> None:
+    sequence = prompt(1, 2)
+    with pytest.raises(EngineBug, match="cannot become FINISHED"):
+        sequence.move(State.FINISHED)

@@ -1,0 +1,83 @@
+"""Saving a slot, and what comes back from the image."""
+
+from __future__ import annotations
+
+import pytest
+
+import runtime
+from runtime.engine.slot_image import SlotImage
+from tests.support.fake_engine import fake, ids, read
+
+CONFIG = runtime.EngineConfig(device="fake", n_ctx=256)
+PROMPT = list(range(100))
+
+
+async def test_a_saved_slot_comes_back_in_another_engine() -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        first = await read(engine, PROMPT)
+        image = await engine.save_slot(first[-1].slot)
+    async with runtime.open_engine(CONFIG) as engine:
+        assert await engine.restore_slot(2, image) == 100 + 12 - 1
+        again = await read(engine, PROMPT)
+        assert again[0].n_cached == 99
+        assert ids(again) == ids(first)
+
+
+async def test_the_pages_themselves_come_back() -> None:
+    """An image whose pages were exchanged must change the answer."""
+    async with runtime.open_engine(CONFIG) as engine:
+        first = await read(engine, PROMPT)
+        image = SlotImage.from_bytes(await engine.save_slot(0))
+    image.page_images.reverse()
+    async with runtime.open_engine(CONFIG) as engine:
+        await engine.restore_slot(0, image.to_bytes())
+        assert ids(await read(engine, PROMPT)) != ids(first)
+
+
+async def test_a_restored_slot_can_be_saved_and_erased() -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        await read(engine, PROMPT)
+        image = await engine.save_slot(0)
+    async with runtime.open_engine(CONFIG) as engine:
+        n_tokens = await engine.restore_slot(1, image)
+        assert await engine.save_slot(1) == image
+        assert await engine.erase_slot(1) == n_tokens
+        with pytest.raises(runtime.RequestError, match="nothing in the cache"):
+            await engine.save_slot(1)
+        assert (await read(engine, PROMPT))[0].n_cached == 0
+
+
+async def test_restoring_what_is_here_loads_nothing() -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        await read(engine, PROMPT)
+        image = await engine.save_slot(0)
+        before = engine.statistics()
+        await engine.restore_slot(0, image)
+        assert engine.statistics().n_pages_free == before.n_pages_free
+
+
+@pytest.mark.parametrize("where", [0, 20, 200, -1])
+async def test_a_damaged_image_is_refused(where: int) -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        await read(engine, PROMPT)
+        image = bytearray(await engine.save_slot(0))
+        image[where] ^= 1
+        with pytest.raises(runtime.RequestError, match="damaged"):
+            await engine.restore_slot(0, bytes(image))
+        with pytest.raises(runtime.RequestError, match="damaged"):
+            await engine.restore_slot(0, b"")
+
+
+async def test_an_image_of_another_model_is_refused() -> None:
+    image = SlotImage("another model", 16, [1], [b"x"]).to_bytes()
+    async with runtime.open_engine(CONFIG) as engine:
+        with pytest.raises(runtime.RequestError, match="another model"):
+            await engine.restore_slot(0, image)
+        assert fake(engine).n_steps == 0
+
+
+@pytest.mark.parametrize("slot", [-1, 4, True], ids=str)
+async def test_a_slot_that_does_not_exist_is_a_request_error(slot: int) -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        with pytest.raises(runtime.RequestError, match="id_slot"):
+            await engine.save_slot(slot)
