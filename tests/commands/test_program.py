@@ -1,0 +1,113 @@
+"""The `hotexpert` program: help, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.commands import COMMANDS, main
+
+
+def run_program(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runtime.commands", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_help_is_quick_and_names_every_command() -> None:
+    quickest = 1.0
+    for _ in range(5):  # the machine may be busy with other tests
+        start = time.perf_counter()
+        done = run_program("--help")
+        quickest = min(quickest, time.perf_counter() - start)
+        if quickest < 0.3:
+            break
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    assert quickest < 0.3
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from runtime.commands import main; main(['bench', '--help']); "
+        "print([m for m in ('numpy', 'numba', 'aiohttp', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"hotexpert {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "usage"),
+        (["frobnicate"], "'frobnicate'"),
+        (["bench", "--frobnicate"], "--frobnicate"),
+        (["run", "--top-k", "many"], "--top-k"),
+        (["run", "--tem", "1"], "--tem"),
+        (["bench", "-p", "5-1"], "5-1"),
+        (["bench", "-ctk", "q5_1"], "q5_1"),
+        (["logits", "--tokens", "1,x", "--out", "x"], "--tokens"),
+        (["logits", "--out", "x"], "--tokens"),
+        (["perplexity", "-f", "x", "-c", "0"], "-c"),
+        (["run", "-l", "15"], "-l"),
+        (["inspect", "--vram", "much"], "--vram"),
+    ],
+)
+def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
+    assert len(shown.err.splitlines()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["inspect", "missing.gguf"], "missing.gguf"),
+        (["run", "-m", "missing.gguf", "-p", "x"], "missing.gguf"),
+        (["run", "--device", "fake", "--raw"], "--raw"),
+        (["run", "--device", "fake", "-p", "x", "-st", "--temp", "nan"], "temperature"),
+        (["run", "--device", "fake", "-p", "x" * 99, "-st", "-c", "16"], "prompt"),
+        (["run", "--device", "fake", "-f", "missing.txt"], "missing.txt"),
+        (["perplexity", "--device", "fake", "-f", "missing.txt"], "missing.txt"),
+        (["logits", "--device", "fake", "--tokens", "99999", "--out", "x.npz"], "99999"),
+        (["logits", "--device", "fake", "--tokens", "1", "--out", "no/where/x.npz"], "no/where"),
+        (["bench", "--device", "fake", "-p", "0", "-n", "0"], "nothing to measure"),
+    ],
+)
+def test_errors_are_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert said in lines[-1] and lines[-1].startswith("hotexpert ")
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 60)
+    done = run_program("inspect", str(path))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "broken.gguf" in done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hotexpert ")
+
+
+def test_serve_hands_its_words_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("runtime.server.main", lambda words: seen.append(words) or 0)
+    assert main(["serve", "--port", "1", "--whatever"]) == 0
+    assert seen == [["--port", "1", "--whatever"]]
