@@ -1,0 +1,158 @@
+"""Sockets: accepting connections, and letting go of them at the end.
+
+aiohttp puts no limit on how long a new connection may take for its first request's headers, so each
+one starts with a `Greeting` that waits a bounded time for a bounded number of bytes and then steps
+aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from runtime.errors import ConfigError
+from server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+GREETING_SECONDS = 20.0
+MAX_HEADER_BYTES = 64 << 10
+MAX_FIELD_BYTES = 16 << 10
+MAX_HEADERS = 128
+KEEPALIVE_SECONDS = 75.0
+BACKLOG = 1024
+
+
+class Greeting(asyncio.Protocol):
+    """Holds a connection until the headers of its first request are complete."""
+
+    def __init__(self, server: web.Server, waiting: set[Greeting], seconds: float) -> None:
+        self._server = server
+        self._waiting = waiting
+        self._seconds = seconds
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError(f"a stream transport is needed, not {transport!r}")
+        self._transport = transport
+        self._waiting.add(self)
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self.close)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        # Only the end can complete the blank line: what came before has been searched.
+        begin = max(len(self._received) - 3, 0)
+        self._received += data
+        if self._received.find(b"\r\n\r\n", begin) >= 0 or self._received.find(b"\n\n", begin) >= 0:
+            self._step_aside(self._transport)
+        elif len(self._received) > MAX_HEADER_BYTES:
+            self._transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+                b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+            )
+            self.close()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget()
+
+    def close(self) -> None:
+        """Drop a connection that has not asked for anything yet."""
+        self._forget()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _step_aside(self, transport: asyncio.Transport) -> None:
+        self._forget()
+        handler = self._server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+        handler.data_received(bytes(self._received))
+
+    def _forget(self) -> None:
+        self._waiting.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application, settings: ServerSettings, *, greeting_seconds: float = GREETING_SECONDS
+) -> AsyncIterator[tuple[str, ...]]:
+    """Serve `app` while the block runs; gives the addresses as URLs (or socket paths).
+
+    Leaving stops accepting at once, lets handlers end for a moment and cancels those that do not.
+    Raises: ConfigError when the address cannot be used.
+    """
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,  # a client that leaves ends its request, plain ones too
+        shutdown_timeout=settings.closing_seconds + 1.0,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        auto_decompress=False,
+        max_line_size=MAX_FIELD_BYTES,
+        max_field_size=MAX_FIELD_BYTES,
+        max_headers=MAX_HEADERS,
+    )
+    await runner.setup()
+    waiting: set[Greeting] = set()
+    try:
+        sockets = await _bind(runner, settings, waiting, greeting_seconds)
+        try:
+            yield tuple(_url(settings, name) for name in _names(sockets))
+        finally:
+            sockets.close()
+            for greeting in list(waiting):
+                greeting.close()
+    finally:
+        await runner.cleanup()
+
+
+async def _bind(
+    runner: web.AppRunner, settings: ServerSettings, waiting: set[Greeting], seconds: float
+) -> asyncio.Server:
+    server = runner.server
+    if server is None:
+        raise ConfigError("the application has no server; set it up first")
+
+    def connection() -> Greeting:
+        return Greeting(server, waiting, seconds)
+
+    loop = asyncio.get_running_loop()
+    try:
+        if settings.host.endswith(".sock"):
+            return await loop.create_unix_server(connection, settings.host, backlog=BACKLOG)
+        return await loop.create_server(
+            connection,
+            settings.host.split(","),
+            settings.port,
+            reuse_port=settings.reuse_port or None,
+            backlog=BACKLOG,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; "
+            "choose another --port or --host"
+        ) from error
+
+
+def _names(server: asyncio.Server) -> list[object]:
+    return [socket.getsockname() for socket in server.sockets]
+
+
+def _url(settings: ServerSettings, name: object) -> str:
+    if not isinstance(name, tuple):
+        return str(name)
+    host = f"[{name[0]}]" if ":" in str(name[0]) else str(name[0])
+    return f"http://{host}:{name[1]}{settings.api_prefix}"

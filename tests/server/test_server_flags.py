@@ -1,0 +1,200 @@
+"""Flags, environment, settings, and what the start says about them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime import ConfigError
+from server import cli
+from server.download import choose_files
+from server.flag_table import FLAGS
+from server.flags import Given, parse_flags
+from server.settings import engine_config, server_settings
+
+
+def parse(*arguments: str, **environment: str) -> dict[str, Given]:
+    return parse_flags(arguments, FLAGS, environment.get)
+
+
+def test_every_spelling_is_unique_and_every_flag_has_a_long_one() -> None:
+    names = [name for flag in FLAGS for name in (*flag.names, *flag.off)]
+    assert len(names) == len(set(names))
+    keys = [flag.key for flag in FLAGS]
+    assert len(keys) == len(set(keys))
+
+
+def test_command_line_wins_over_the_environment() -> None:
+    given = parse("-c", "100", LLAMA_ARG_CTX_SIZE="50", LLAMA_ARG_PORT="99")
+    assert given["ctx_size"].value == 100
+    assert given["port"].value == 99
+    assert given["port"].source == "LLAMA_ARG_PORT"
+
+
+def test_forms() -> None:
+    given = parse("--ctx-size=5", "--no-slots", "-ot", "a=CPU", "-ot", "b=CPU", "-l", "5-1.5")
+    assert given["ctx_size"].value == 5
+    assert given["slots"].value is False
+    assert given["override_tensor"].value == ("a=CPU", "b=CPU")
+    assert parse(LLAMA_ARG_ENDPOINT_METRICS="1")["metrics"].value is True
+    assert parse(LLAMA_ARG_ENDPOINT_SLOTS="off")["slots"].value is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-such-flag"], "--no-such-flag"), (["-zz"], "-zz"), (["stray"], "stray"),
+        (["--ctx-siz", "5"], "did you mean --ctx-size"), (["-c"], "-c needs a value"),
+        (["-c", "many"], "whole number"), (["--temp", "hot"], "number"), (["-fa", "maybe"],
+        "on, off"),
+        (["--metrics=1"], "switch"), (["--port", "70000"], "port"), (["--timeout", "0"], "timeout"),
+        (["--api-prefix", "x"], "api-prefix"), (["--slot-save-path", "/no/such"], "slot-save-path"),
+        (["--api-key-file", "/no/such"], "api-key-file"), (["--api-key", ","], "no key"),
+        (["--chat-template-kwargs", "{"], "JSON"),
+        (["--top-n-sigma", "nan"], "top_n_sigma"), (["-l", "x"], "logit-bias"), (["-ctk", "q3"],
+        "cache_type_k"),
+        (["-np", "0"], "n_parallel"), (["--repeat-penalty", "0"], "repeat_penalty"),
+        (["--grammar", "x"], "--grammar is not supported"), (["-mu", "http://x"],
+        "-mu is not supported"),
+        (["-hf", "nonsense"], "USER/REPO"),
+    ],
+)  # fmt: skip
+def test_bad_settings_name_the_flag(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_bad_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="LLAMA_ARG_PORT"):
+        parse(LLAMA_ARG_PORT="x")
+    with pytest.raises(ConfigError, match="LLAMA_ARG_ENDPOINT_SLOTS"):
+        parse(LLAMA_ARG_ENDPOINT_SLOTS="perhaps")
+
+
+def test_settings(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\nk2\n\n k3 \n")
+    given = parse(
+        *[
+            "-a",
+            "one,two",
+            "--api-key",
+            "k1",
+            "-c",
+            "64",
+            "-np",
+            "2",
+            "-t",
+            "3",
+            "-ub",
+            "32",
+            "-b",
+            "16",
+            "-ctk",
+            "q8_0",
+            "--temp",
+            "0",
+            "-n",
+            "7",
+        ],
+        *f"--api-key-file {keys} --samplers top_k;temperature -l 15+1 -r STOP".split(),
+        *[
+            "--reasoning",
+            "off",
+            "--no-prefill-assistant",
+            "--no-cache-prompt",
+            "--cors-origins",
+            "http://a.b",
+        ],
+    )
+    settings = server_settings(given)
+    assert settings.aliases == ("one", "two")
+    assert settings.api_keys == ("k1", "k2", "k3")
+    assert settings.cors_origins == ("http://a.b",)
+    assert settings.sampling == {
+        "temperature": 0.0, "max_tokens": 7, "samplers": ("top_k", "temperature"),
+        "logit_bias": ((15, 1.0),), "stop": ("STOP",),
+    }  # fmt: skip
+    assert settings.chat_template_kwargs == {"enable_thinking": False}
+    assert settings.prefill_assistant is False
+    config = engine_config(given, None)
+    assert (config.n_ctx, config.n_parallel, config.n_threads, config.n_batch) == (64, 2, 3, 16)
+    assert (config.cache_type_k, config.prefix_cache) == ("q8_0", False)
+    plain = engine_config(parse("-c", "0", "-t", "-1"), None)
+    assert (plain.n_ctx, plain.n_threads, plain.n_batch) == (None, None, 512)
+
+
+def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_MOE_CACHE_STATS", "1")
+    given = parse("-ngl", "99", "--moe-expert-cache", "-1", "-fa", "on", "-c", "64")
+    lines = cli.explain(given, engine_config(given, None), server_settings(given))
+    text = "\n".join(lines)
+    for name in ("-ngl", "--moe-expert-cache", "-fa", "LLAMA_MOE_CACHE_STATS"):
+        assert f"note: {name} has no effect: " in text
+    assert "DEMONSTRATION" in text
+    assert "context: 64, set by -c" in text
+
+
+def test_help_names_every_flag_quickly() -> None:
+    begun = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.server", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert time.perf_counter() - begun < 2.0  # 0.1 s on an idle machine; CI's may be busy
+    for flag in FLAGS:
+        assert all(name in done.stdout for name in (*flag.names, *flag.off))
+
+
+def test_help_and_bad_flags_load_neither_aiohttp_nor_numpy() -> None:
+    code = (
+        "import sys; from server.cli import main; main(['--help']); main(['--nope']);"
+        "sys.exit(any(name in sys.modules for name in ('aiohttp', 'numpy', 'numba', 'msgspec')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True
+        ).returncode
+        == 0
+    )
+
+
+def test_information_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hotexpert-")
+    assert cli.main(["--list-devices"]) == 0
+    assert "CPU" in capsys.readouterr().out
+    assert cli.main(["--completion-bash"]) == 0
+    assert "--moe-expert-cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("quant", "wanted", "expected"),
+    [
+        (None, None, ["a-Q4_K_M.gguf"]), ("q8_0", None, ["a-Q8_0.gguf"]),
+        (None, "a-IQ1.gguf", ["a-IQ1.gguf"]),
+        ("Q6_K", None, ["x/a-Q6_K-00001-of-00002.gguf", "x/a-Q6_K-00002-of-00002.gguf"]),
+    ],
+)  # fmt: skip
+def test_which_files_of_a_repository(
+    quant: str | None, wanted: str | None, expected: list[str]
+) -> None:
+    names = [
+        "README.md", "a-IQ1.gguf", "a-Q8_0.gguf", "a-Q4_K_M.gguf", "mmproj-Q4_K_M.gguf",
+        "x/a-Q6_K-00002-of-00002.gguf", "x/a-Q6_K-00001-of-00002.gguf",
+    ]  # fmt: skip
+    assert choose_files(names, quant, wanted) == expected
+    with pytest.raises(ConfigError, match="a-Q8_0"):
+        choose_files(names, "Q9", None)
