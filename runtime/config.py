@@ -29,6 +29,8 @@ class EngineConfig:
     cache_type_k/v  storage of attention keys and values: f16, f32 or q8_0
     device          auto, cpu, or fake (pretends to compute: tests of everything around it)
     prefix_cache    keep the KV of finished sequences and reuse it for prompts that start alike
+    name_bus_errors for main programs: end the process with one line that names the model file when
+                    the file is truncated under its map (the SIGBUS handler is the process's)
     """
 
     model: str | Path | None = None
@@ -40,6 +42,7 @@ class EngineConfig:
     cache_type_v: str = "f16"
     device: str = "auto"
     prefix_cache: bool = True
+    name_bus_errors: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_parallel", "n_threads", "n_batch"):

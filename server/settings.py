@@ -82,6 +82,7 @@ def engine_config(given: Mapping[str, Given], model: str | Path | None) -> Engin
         cache_type_v=_value(given, "cache_type_v", "f16"),
         device=_value(given, "device_kind", "auto"),
         prefix_cache=_value(given, "cache_prompt", True),
+        name_bus_errors=True,
     )
 
 

@@ -23,6 +23,7 @@ from ops.cpu.emitter import Emitter, Value
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.formats.kernel_format import FloatFormat, KernelFormat, SmallBlock, SuperBlock
 from ops.cpu.gemv import superblock_gemv
+from ops.cpu.gemv_short import SHORT_ELEMS, short_gemv
 from ops.cpu.gemv_float import float_gemv
 from ops.cpu.gemv_small import small_gemv
 from ops.cpu.isa import Isa, choose_isa
@@ -119,7 +120,12 @@ def _emit_groups(e: Emitter, fmt: KernelFormat, m: Operands, vectors: Vectors) -
 
 def _emit_group(e: Emitter, fmt: KernelFormat, m: Operands, tokens: list[Token]) -> None:
     if isinstance(fmt, SuperBlock):
-        superblock_gemv(e, fmt, m, tokens)
+        short = e.b.icmp_signed("<=", m.n_elems, e.i64(SHORT_ELEMS))
+        with e.b.if_else(short) as (few_units, many_units):
+            with few_units:
+                short_gemv(e, fmt, m, tokens)
+            with many_units:
+                superblock_gemv(e, fmt, m, tokens)
     elif isinstance(fmt, SmallBlock):
         small_gemv(e, fmt, m, tokens)
     else:

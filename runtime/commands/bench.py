@@ -118,6 +118,7 @@ async def measure_all(
         cache_type_v=setup.cache_type_v,
         device=settings.device,
         prefix_cache=False,
+        name_bus_errors=True,
     )
     with ProgressBar() as bar:
         async with open_engine(config, bar) as engine:

@@ -157,5 +157,6 @@ def engine_config(settings: argparse.Namespace, **fixed: Any) -> EngineConfig:
         n_threads=settings.threads,
         n_batch=settings.batch_size,
         device=settings.device,
+        name_bus_errors=True,
         **fixed,
     )

@@ -56,7 +56,9 @@ async def open_engine(
     async with AsyncExitStack() as stack:
         opened = await _open_off_loop(config, progress)
         stack.push_async_callback(opened.close)
-        helper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="engine helper"))
+        helper = ThreadPoolExecutor(1, thread_name_prefix="engine helper")
+        # Nobody waits for its work any more when the block ends, and joining would block the loop.
+        stack.callback(helper.shutdown, wait=False, cancel_futures=True)
         engine = Engine(config, opened, helper)
         progress.finish()
         logger.info("%s on %s (%s)", opened.model.name, config.device, opened.reason)
@@ -108,6 +110,7 @@ class Engine:
         self.executor: Executor = opened.executor
         self.failure: EngineError | None = None
         self._reason = opened.reason
+        self._check_model = opened.check_model
         self._state = EngineState.OPEN
         self._loop = asyncio.get_running_loop()
         limits = opened.executor.limits
@@ -141,7 +144,8 @@ class Engine:
         A text prompt gets the model's BOS and its special tokens are recognised; ids are taken as
         they are.
         params None: the model's defaults.  n > 1: answer i uses seed + i.
-        Raises: RequestError (ContextTooLong), TokenizerUnavailable, ComputeError, EngineClosed.
+        Raises: RequestError (ContextTooLong), TokenizerUnavailable, ComputeError, EngineClosed,
+            CorruptModel where the model's file was truncated meanwhile.
         """
         if type(n) is not int or n < 1:
             raise RequestError("n", f"{n!r}: use a whole number of at least 1")
@@ -163,6 +167,7 @@ class Engine:
             raise ContextTooLong(len(ids), self.shape.n_ctx_sequence)
         samplers = await self._samplers(params, ids, n)
         self._check_usable()
+        self._check_model()
         channel = TokenChannel()
         answers: list[Answer] = []
         for index, sampler in enumerate(samplers):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from runtime.config import ContextShape, EngineConfig, context_shape
 from runtime.engine.executor import Executor, ExecutorLimits
 from runtime.engine.model_facts import ModelFacts, facts_of, open_template, open_tokenizer
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DeviceUnavailable
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opened:
-    """A ready executor, its model, why it was chosen, and what to close after it."""
+    """A ready executor, its model, why it was chosen, and what to close after it.
+
+    check_model   raises CorruptModel where the model's file was truncated since it was opened
+    """
 
     executor: Executor
     model: ModelFacts
     shape: ContextShape
     reason: str
     resources: ExitStack
+    check_model: Callable[[], None] = lambda: None
 
     async def close(self) -> None:
         """Close the executor, then the model under it."""
@@ -67,9 +71,20 @@ def _open_cpu(
     )
 
 
+def _cpu_reason() -> str:
+    """Why the CPU computes: never silently, where somebody has a GPU."""
+    from runtime.cuda.driver import device_names
+
+    try:
+        names = device_names()
+    except DeviceUnavailable as error:
+        return str(error)
+    return f"{', '.join(names)} found, but this version computes on the CPU only"
+
+
 # In the order of preference; a device that is named is opened whatever its reason says.
 DEVICES: Mapping[str, Device] = {
-    "cpu": Device(lambda: "no other device is implemented", _open_cpu),
+    "cpu": Device(_cpu_reason, _open_cpu),
 }
 
 
@@ -85,7 +100,8 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
         model, facts = _open_model(config, progress, resources)
         shape = context_shape(config, facts.n_ctx_train)
         executor = DEVICES[name].open(model, config, shape, progress)
-        return Opened(executor, facts, shape, reason, resources.pop_all())
+        check = model.file.check_unchanged
+        return Opened(executor, facts, shape, reason, resources.pop_all(), check)
 
 
 def _choose(device: str) -> tuple[str, str]:
@@ -105,6 +121,10 @@ def _open_model(
 
     progress.start("opening the model")
     model = resources.enter_context(open_model(config.model_path))
+    if config.name_bus_errors:
+        from ops.cpu.sigbus import named_bus_errors
+
+        resources.enter_context(named_bus_errors(model.file.map_ranges()))
     progress.start("reading the vocabulary")
     return model, facts_of(model)
 

@@ -40,13 +40,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._meter_nodes = _MeterNodes()
         self.globals.pop("lipsum", None)
         self.filters = {
-            name: _counting(function, deep=name in COMPARING_FILTERS)
+            name: _counting(function, name in COMPARING_FILTERS, COST_OF_CHARACTER.get(name, 0))
             for name, function in {**self.filters, **OWN_FILTERS}.items()
             if name not in FORBIDDEN_FILTERS
         }
         tests: Mapping[str, Any] = self.tests
         self.tests = {
-            name: _counting(function, deep=True) if name in COMPARING_TESTS else function
+            name: _counting(function, True) if name in COMPARING_TESTS else function
             for name, function in tests.items()
         }
 
@@ -177,15 +177,18 @@ def _line_of(error: Exception, template: jinja2.Template | None) -> int | None:
     return line
 
 
-def _counting(function: Callable[..., Any], *, deep: bool) -> Callable[..., Any]:
+def _counting(function: Callable[..., Any], deep: bool, cost: int = 0) -> Callable[..., Any]:
     """A filter or test that counts as a step; keeps jinja2's mark of what it wants passed first.
 
-    deep: it compares entries, so what it gets is counted with everything inside.
+    deep: it compares entries, so what it gets is counted with everything inside; cost: what each
+    character of a text it gets counts.
     """
     mark = getattr(function, "jinja_pass_arg", None)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         meter().step()
+        if cost:
+            meter().charge(cost * sum(len(text_of(arg)) for arg in args[mark is not None :]))
         if deep:
             value, *others = args[mark is not None :]
             value = (
@@ -276,6 +279,7 @@ FORBIDDEN_FILTERS = frozenset(
         "xmlattr",
     )
 )
+COST_OF_CHARACTER = {"title": 64, "wordcount": 64, "striptags": 8, "int": 8}
 COMPARING_FILTERS = frozenset(("sort", "min", "max", "unique", "groupby", "dictsort"))
 COMPARING_TESTS = frozenset(
     (

@@ -89,6 +89,8 @@ class SuperBlock(UnitFormat):
 class SmallBlock(UnitFormat):
     """Units of 32 (or 16) values with a float scale each.
 
+    A block begins with its scale; where it is one unit with a min, that follows at byte 2.
+
     `row` is the address of a row, `unit` a unit's number in it (i64).  A chunk holds 64 /
     unit_elems units; those beyond `last_unit` must not be read, and what they hold does not matter.
     """
