@@ -10,9 +10,9 @@ from pathlib import Path
 
 def machine() -> dict[str, object]:
     """CPU model, cores, memory, Python and the date, for the head of a result file."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    model = next((l.split(":")[1].strip() for l in cpuinfo.splitlines() if "model name" in l), "?")
-    flags = next((l for l in cpuinfo.splitlines() if l.startswith("flags")), "").split()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((x.split(":")[1].strip() for x in lines if "model name" in x), "?")
+    flags = next((x for x in lines if x.startswith("flags")), "").split()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512vbmi", "gfni", "amx_int8")
     return {

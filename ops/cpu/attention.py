@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from ops.cpu.attention_page import scores, weigh_values
 from ops.cpu.elementwise import exp, exp_minus
-from ops.cpu.job import args_record, clear, job_kernel
+from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
 from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, Q8_CACHE
 from ops.cpu.memory import array, load_f32, load_i32, store_f32, store_i64
 from ops.cpu.program import address_of, aligned
@@ -74,12 +73,14 @@ ATTENTION = args_record(
     partials="i8",
     partial_bytes="i8",
     partial_spans="i8",
+    error="i8",
     workspaces="i8",
 )
 """q: f32 rows of n_head * dim_k, scaled; out: f32 rows of n_head * dim_v; strides: bytes a token.
 
 partials: rows of `partial_bytes`, in each for every head PARTIAL_HEAD bytes and f32[dim_v_padded];
-partial_spans: i32[n_tokens][2], first partial of a token and how many.
+partial_spans: i32[n_tokens][2], first partial of a token and how many; error: i64 that is set to 1
+where a page table has no page.
 """
 
 WORKSPACE = args_record(
@@ -118,7 +119,7 @@ def tile_tokens(n_head: int, n_head_kv: int) -> int:
     return max(1, TILE_ROWS * n_head_kv // n_head)
 
 
-@njit
+@kernel_njit
 def page_scores(cache, q, n_rows, keys, dim, out):
     """Scores of one page's 32 keys for n_rows queries (addresses at q), 4 rows at a time."""
     row = 0
@@ -142,7 +143,7 @@ def page_scores(cache, q, n_rows, keys, dim, out):
         row += 4 if four else 1
 
 
-@njit
+@kernel_njit
 def weigh_four(cache, weights, values, dim, first, end, out):
     """out += weights times values, four rows."""
     stride = 4 * dim
@@ -154,7 +155,7 @@ def weigh_four(cache, weights, values, dim, first, end, out):
         weigh_values(Q8_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
 
 
-@njit
+@kernel_njit
 def weigh_one(cache, weights, values, dim, first, end, out):
     """out += weights times values, one row."""
     stride = 4 * dim
@@ -166,7 +167,7 @@ def weigh_one(cache, weights, values, dim, first, end, out):
         weigh_values(Q8_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
 
 
-@njit
+@kernel_njit
 def page_values(cache, weights, n_rows, values, dim, first_end, group, out):
     """out += weights times the values of one page that each row sees: four rows where all see them.
 
@@ -191,7 +192,7 @@ def page_values(cache, weights, n_rows, values, dim, first_end, group, out):
         row += rows
 
 
-@njit
+@kernel_njit
 def softmax_row(row, n_visible):
     """Scores f32[n_visible] -> e^(score - peak); (peak, sum).  Room for whole vectors is needed."""
     n_vectors = (n_visible + 15) // 16 * 16
@@ -204,7 +205,7 @@ def softmax_row(row, n_visible):
     return peak, sum16(row, n_vectors)
 
 
-@njit
+@kernel_njit
 def merge(peak, total, values, new_peak, new_total, new_values, dim):
     """Add one block's result to the running one; the new (peak, total)."""
     top = new_peak if new_peak > peak else peak
@@ -213,7 +214,7 @@ def merge(peak, total, values, new_peak, new_total, new_values, dim):
     return top, keep * total + take * new_total
 
 
-@njit
+@kernel_njit
 def begin(a, item, w, kv_head):
     """Addresses of the queries and empty running results of an item's rows."""
     group = a.n_head // a.n_head_kv
@@ -228,7 +229,7 @@ def begin(a, item, w, kv_head):
     return n_rows
 
 
-@njit
+@kernel_njit
 def attend_block(a, item, w, kv_head, n_rows, block):
     """Results of one block into block_peaks, block_totals, block_values; rows before it get -1."""
     table = a.page_tables + a.table_stride * load_i32(a.sequences + 4 * item.token)
@@ -237,6 +238,10 @@ def attend_block(a, item, w, kv_head, n_rows, block):
     n_keys = min(BLOCK_TOKENS, first + item.n_tokens)
     n_pages = (n_keys + PAGE_TOKENS - 1) // PAGE_TOKENS
     group = a.n_head // a.n_head_kv
+    for p in range(n_pages):
+        if load_i32(table + 4 * p) < 0:
+            store_i64(a.error, 1)
+            return
     for p in range(n_pages):
         page = np.int64(load_i32(table + 4 * p))
         keys = a.k_pages + page * a.k_page_bytes + kv_head * a.k_head_bytes
@@ -257,7 +262,7 @@ def attend_block(a, item, w, kv_head, n_rows, block):
         page_values(a.v_cache, weights, n_rows, values, a.dim_v_padded, seen, group, w.block_values)
 
 
-@njit
+@kernel_njit
 def merge_block(a, w, n_rows):
     """Add the block's results to the running ones."""
     for row in range(n_rows):
@@ -272,7 +277,7 @@ def merge_block(a, w, n_rows):
             store_f32(w.totals + 4 * row, total)
 
 
-@njit
+@kernel_njit
 def store_partials(a, w, kv_head, n_rows, partial):
     """Keep the block's results of one token for `attention_end`."""
     for row in range(n_rows):

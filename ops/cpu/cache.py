@@ -6,6 +6,7 @@ function was built from.  So every state of the sources has its own directory, n
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shutil
@@ -43,7 +44,9 @@ def use_directory(base: Path | None = None) -> KernelCache:
             pass
         os.utime(directory)
     except OSError as error:
-        cache = KernelCache(Path(tempfile.mkdtemp(prefix="hotexpert-kernels-")), str(error))
+        temporary = Path(tempfile.mkdtemp(prefix="hotexpert-kernels-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        cache = KernelCache(temporary, str(error))
     else:
         _remove_oldest(wanted, keep=directory)
         cache = KernelCache(directory, "")

@@ -7,11 +7,10 @@ choice) has a slot of its own in the results; `ops.cpu.norm` adds them up in the
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ops.cpu.activation import quantize_row
 from ops.cpu.elementwise import sigmoid, silu_mul
-from ops.cpu.job import args_record, job_kernel
+from ops.cpu.job import args_record, job_kernel, kernel_njit
 from ops.cpu.linear import MATRIX, multiply
 from ops.cpu.memory import array, load_i32, load_i64, store_i64
 from ops.cpu.rows import scale_row
@@ -76,7 +75,7 @@ VALUES = 4 * BATCH_TOKENS * GATE_UP_ROWS
 FEED_FORWARD_SCRATCH_BYTES = 4 * POINTERS + RECORD_BYTES + 2 * VALUES
 
 
-@njit
+@kernel_njit
 def activate(f, gate, up, n):
     """gate = activation(gate, up) for n values."""
     g, u = f32_at(gate), f32_at(up)
@@ -91,7 +90,7 @@ def activate(f, gate, up, n):
         silu_mul(gate, up, gate, n)
 
 
-@njit
+@kernel_njit
 def copy(source, target, n_bytes):
     """Copy bytes."""
     a, b = array(source, n_bytes, np.uint8), array(target, n_bytes, np.uint8)
@@ -99,7 +98,7 @@ def copy(source, target, n_bytes):
         b[i] = a[i]
 
 
-@njit
+@kernel_njit
 def store_hidden(f, values, slot, first_row, n, record):
     """Quantize n values into their place of a slot's record; `record` is room for a small one."""
     target = f.hidden + slot * f.hidden_stride
@@ -118,7 +117,7 @@ def store_hidden(f, values, slot, first_row, n, record):
         copy(record + sums, target + all_sums + 2 * (first_row // 16), 2 * ((n + 15) // 16))
 
 
-@njit
+@kernel_njit
 def gate_up_batch(f, expert, first_slot, n, first_row, n_rows, scratch):
     """Hidden values of some rows of up to BATCH_TOKENS slots."""
     x_gate, x_up = scratch, scratch + POINTERS
@@ -144,7 +143,7 @@ def gate_up_batch(f, expert, first_slot, n, first_row, n_rows, scratch):
         store_hidden(f, values, first_slot + t, first_row, n_rows, record)
 
 
-@njit
+@kernel_njit
 def down_batch(f, expert, first_slot, n, first_row, end_row, scratch):
     """Output rows of up to BATCH_TOKENS slots."""
     hidden, out = scratch, scratch + POINTERS
@@ -156,7 +155,7 @@ def down_batch(f, expert, first_slot, n, first_row, end_row, scratch):
     multiply(down, expert, first_row, end_row, hidden, out, n, scratch + 2 * POINTERS)
 
 
-@njit
+@kernel_njit
 def place(a, chunk, dense_chunks):
     """Address of the record that a chunk belongs to, and the chunk's number within it."""
     if chunk < dense_chunks:
@@ -164,7 +163,7 @@ def place(a, chunk, dense_chunks):
     return a.experts, chunk - dense_chunks
 
 
-@njit
+@kernel_njit
 def slots_of(f, index, n_tokens):
     """(expert, first slot, end slot) of the `index`th active expert; a dense block's tokens."""
     if f.slot_tokens == 0:

@@ -6,11 +6,10 @@ One chunk is one token.  Queries are scaled here, once, instead of every score l
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from ops.cpu.job import args_record, job_kernel
+from ops.cpu.job import args_record, job_kernel, kernel_njit
 from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, SCALE_DIMS
-from ops.cpu.memory import array, load_i32, store_f32
+from ops.cpu.memory import array, load_i32, store_f32, store_i64
 from ops.cpu.norm import rms_scale
 from ops.cpu.rows import scale_by_row, scale_row, store_f16, store_i8
 from ops.cpu.vector import f32_at, fma_f32
@@ -39,6 +38,7 @@ HEADS = args_record(
     sines="i8",
     positions="i8",
     cell_pages="i8",
+    error="i8",
     k_cache="i8",
     k_pages="i8",
     k_page_bytes="i8",
@@ -54,10 +54,11 @@ HEADS = args_record(
 
 cosines, sines  f32[position][n_rot / 2]
 cell_pages      i32[n_tokens]: the page that holds each token
+error           i64 that is set to 1 where that is no page
 """
 
 
-@njit
+@kernel_njit
 def norm_heads(row, n_heads, dim, weight, kind, eps):
     """RMS norm of each head, or of all heads together, in place."""
     if kind == NORM_ROW:
@@ -69,7 +70,7 @@ def norm_heads(row, n_heads, dim, weight, kind, eps):
             scale_by_row(x, x, weight, dim, rms_scale(x, dim, eps))
 
 
-@njit
+@kernel_njit
 def rotate(row, n_heads, dim, kind, n_rot, cosines, sines):
     """Rope of each head in place: (x, y) -> (x cos - y sin, x sin + y cos)."""
     n_pairs = n_rot // 2
@@ -85,7 +86,7 @@ def rotate(row, n_heads, dim, kind, n_rot, cosines, sines):
             x[first + apart] = fma_f32(a, sin[i], b * cos[i])
 
 
-@njit
+@kernel_njit
 def scale_of_group(x, first, n):
     """amax / 127 of n values, and 127 / amax; a NaN or an infinity makes both NaN."""
     amax = np.float32(0)
@@ -98,7 +99,7 @@ def scale_of_group(x, first, n):
     return amax / Q8_MAX + poison, Q8_MAX / amax
 
 
-@njit
+@kernel_njit
 def store_key(cache, x, dim, page, cell):
     """One head's key f32[dim] into column `cell` of its page."""
     values = f32_at(x)
@@ -119,7 +120,7 @@ def store_key(cache, x, dim, page, cell):
                 store_i8(page + d * PAGE_TOKENS + cell, q)
 
 
-@njit
+@kernel_njit
 def store_value(cache, x, dim, padded, page, cell):
     """One head's value f32[dim] into row `cell` of its page."""
     values = f32_at(x)
@@ -156,6 +157,9 @@ def heads(args: int, chunk: int, worker: int) -> None:
         rotate(k, a.n_head_kv, a.dim_k, a.rope_kind, a.n_rot, cosines, sines)
     scale_row(q, q, a.n_head * a.dim_k, a.q_scale)
     page = np.int64(load_i32(a.cell_pages + 4 * chunk))
+    if page < 0:
+        store_i64(a.error, 1)
+        return
     cell = position % PAGE_TOKENS
     for head in range(a.n_head_kv):
         keys = a.k_pages + page * a.k_page_bytes + head * a.k_head_bytes

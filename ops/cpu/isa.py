@@ -14,14 +14,14 @@ Isa = Literal["avx512", "avxvnni", "avx2", "portable"]
 """avx512: F, BW, VL, DQ, VNNI, VBMI and GFNI together; avxvnni: AVX2 with 256-bit VNNI."""
 
 AVX2 = frozenset({"avx2", "fma", "f16c", "ssse3"})
-REQUIRED: dict[Isa, frozenset[str]] = {
-    "avx512": AVX2
-    | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx512vbmi", "gfni"},
-    "avxvnni": AVX2 | {"avxvnni"},
-    "avx2": AVX2,
-    "portable": frozenset(),
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"})
+REQUIRED: dict[Isa, tuple[frozenset[str], ...]] = {
+    "avx512": (AVX2 | AVX512 | {"avx512vbmi", "gfni"},),
+    "avxvnni": (AVX2 | {"avxvnni"}, AVX2 | AVX512),
+    "avx2": (AVX2,),
+    "portable": (frozenset(),),
 }
-"""Target features that each instruction set needs, the fastest first."""
+"""Target features that each instruction set needs, any one of the sets; the fastest first."""
 
 
 class UnsupportedIsa(LookupError):
@@ -31,7 +31,7 @@ class UnsupportedIsa(LookupError):
 def runnable_isas() -> list[Isa]:
     """The instruction sets this process can use, the fastest first."""
     features = target_features()
-    return [isa for isa, required in REQUIRED.items() if required <= features]
+    return [isa for isa, sets in REQUIRED.items() if any(needed <= features for needed in sets)]
 
 
 def choose_isa(wanted: str | None = None) -> Isa:

@@ -12,6 +12,9 @@ from ops.cpu.memory import array
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
 """void job(int64 args, int64 chunk, int64 worker)"""
 
+kernel_njit = njit(error_model="numpy")
+"""Decorator of the functions inside jobs: x / 0 is IEEE's, as nobody could catch an exception."""
+
 
 class JobKernel:
     """One job function; `address` compiles it, or loads it from the cache, once."""
@@ -24,7 +27,8 @@ class JobKernel:
     def compile(self) -> None:
         """Compile the function, or load it from the cache, unless that was done."""
         if self._compiled is None:
-            self._compiled = cfunc(SIGNATURE, cache=True)(self._function)
+            compile_c = cfunc(SIGNATURE, cache=True, error_model="numpy")
+            self._compiled = compile_c(self._function)
 
     @property
     def address(self) -> int:
@@ -43,7 +47,7 @@ def args_record(name: str, **fields: str) -> np.dtype[np.void]:
     return np.dtype(list(fields.items()), align=True, metadata={"name": name})
 
 
-@njit
+@kernel_njit
 def clear(address, n_bytes):
     """Zero bytes, a multiple of 4."""
     words = array(address, n_bytes // 4, np.int32)

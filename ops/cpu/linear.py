@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from ops.cpu.job import args_record, job_kernel
+from ops.cpu.job import args_record, job_kernel, kernel_njit
 from ops.cpu.memory import array, call, load_f32, load_i64, store_i32
 from ops.cpu.rows import add_row, is_finite_row, scale_row
 
@@ -52,7 +51,7 @@ PRODUCTS = args_record(
 infinite; 0: not looked at."""
 
 
-@njit
+@kernel_njit
 def multiply(matrix, expert, first_row, end_row, x_ptrs, y_ptrs, n_tokens, scratch):
     """y[t][row] for a range of rows, scaled and with the bias."""
     weights = matrix.weights + expert * matrix.slab_bytes

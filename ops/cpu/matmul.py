@@ -23,8 +23,8 @@ from ops.cpu.emitter import Emitter, Value
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.formats.kernel_format import FloatFormat, KernelFormat, SmallBlock, SuperBlock
 from ops.cpu.gemv import superblock_gemv
-from ops.cpu.gemv_short import SHORT_ELEMS, short_gemv
 from ops.cpu.gemv_float import float_gemv
+from ops.cpu.gemv_short import SHORT_ELEMS, short_gemv
 from ops.cpu.gemv_small import small_gemv
 from ops.cpu.isa import Isa, choose_isa
 from ops.cpu.operands import Operands, Token, Vectors

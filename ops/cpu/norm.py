@@ -7,10 +7,9 @@ the normalised row is stored in each form that the products after it want.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ops.cpu.activation import quantize_row
-from ops.cpu.job import args_record, clear, job_kernel
+from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
 from ops.cpu.memory import array, load_f32, load_i32
 from ops.cpu.rows import add_row, add_weighted, scale_by_row
 from ops.cpu.vector import dot
@@ -55,7 +54,7 @@ out_*          the normalised row of chunk i as f32 or as an activation record
 """
 
 
-@njit
+@kernel_njit
 def add_experts(a, token, x):
     """x += the weighted expert outputs, one fma each in the router's order, the shared one last."""
     total = a.moe_sum + token * a.moe_sum_stride
@@ -73,7 +72,7 @@ def add_experts(a, token, x):
     add_row(x, total, a.n)
 
 
-@njit
+@kernel_njit
 def rms_scale(x, n, eps):
     """1 / sqrt(mean of squares + eps) of f32[n] at an address."""
     return np.float32(1) / np.sqrt(dot(x, x, n) / np.float32(n) + eps)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llvmlite.ir import Type
+
 from ops.cpu.emitter import I16, I32, Emitter, Value, vector
 from ops.cpu.formats.kernel_format import CHUNK, SmallBlock, SuperBlock
 from ops.cpu.operands import Operands
@@ -16,8 +18,6 @@ from ops.cpu.operands import Operands
 ROWS = 16
 LANE_BYTES = 4 * ROWS
 """Bytes of one number for each row: one vector."""
-PREFETCH_BYTES = 1024
-"""How far ahead each of the sixteen streams is fetched."""
 
 SUPER_BYTES = 256 * ROWS
 SUPER_SCALES = SUPER_BYTES
@@ -52,20 +52,21 @@ def unpack_superblocks(e: Emitter, fmt: SuperBlock, m: Operands, row: Value, pan
         unit = e.add(panel.units, e.mul(index, SUPER_UNIT))
         with e.loop(0, n_rows) as r:
             block = e.add(_row_address(e, m, row, r), e.mul(index, fmt.block_bytes))
-            e.prefetch(block, PREFETCH_BYTES, fmt.block_bytes)
+            _prefetch_next(e, m, block, fmt.block_bytes)
             for i in range(4):
                 turned = e.add(panel.rows, e.mul(r, 256))
                 e.store(fmt.chunk(e, block, i), turned, CHUNK * i)
             sub = fmt.sub_scales(e, block)
             mins = e.zeros(I16, 16) if sub.mins is None else sub.mins
             e.store(e.concat(sub.scales, mins), words, e.mul(r, 64))
-            e.store(fmt.scale_bits(e, block), bits, e.mul(r, 8))
+            scale = fmt.scale_bits(e, block)
+            e.store(scale, bits, e.mul(r, 8))
             if fmt.has_mins:
                 e.store(fmt.min_scale_bits(e, block), e.add(bits, ROWS * 8), e.mul(r, 8))
         with e.loop(0, e.unseen(256, panel.rows), CHUNK) as i:
             _turn(e, e.add(panel.rows, i), 256, e.add(unit, e.mul(i, ROWS)))
         _store_sub_scales(e, fmt, words, unit)
-        _store_floats(e, fmt, bits, e.add(unit, SUPER_FLOATS))
+        _store_floats(e, fmt, bits, scale.type, e.add(unit, SUPER_FLOATS))
 
 
 def unpack_small_blocks(e: Emitter, fmt: SmallBlock, m: Operands, row: Value, panel: Panel) -> None:
@@ -79,22 +80,29 @@ def unpack_small_blocks(e: Emitter, fmt: SmallBlock, m: Operands, row: Value, pa
     with e.loop(0, n_units, per_chunk) as unit:
         with e.loop(0, n_rows) as r:
             blocks = _row_address(e, m, row, r)
-            e.prefetch(fmt.block(e, blocks, unit), PREFETCH_BYTES, chunk_bytes)
+            _prefetch_next(e, m, fmt.block(e, blocks, unit), chunk_bytes)
             e.store(fmt.chunk(e, blocks, unit, last_unit), panel.rows, e.mul(r, CHUNK))
             for i in range(per_chunk):
                 each = e.minimum(e.add(unit, i), last_unit)
                 slot = e.add(bits[i], e.mul(r, 8))
-                e.store(fmt.scale_bits(e, blocks, each), slot)
+                scale = fmt.scale_bits(e, blocks, each)
+                e.store(scale, slot)
                 if fmt.has_mins:
                     e.store(fmt.min_scale_bits(e, blocks, each), slot, ROWS * 8)
         _turn(e, panel.rows, CHUNK, e.add(panel.units, e.mul(unit, fmt.unit_elems * ROWS)))
         for i in range(per_chunk):
-            _store_floats(e, fmt, bits[i], e.add(panel.scales, e.mul(e.add(unit, i), 128)))
+            scales = e.add(panel.scales, e.mul(e.add(unit, i), 2 * LANE_BYTES))
+            _store_floats(e, fmt, bits[i], scale.type, scales)
 
 
 def _row_address(e: Emitter, m: Operands, row: Value, r: Value) -> Value:
     valid = e.minimum(e.add(row, r), e.add(m.row_end, -1))
     return e.add(m.weights, e.mul(valid, m.row_bytes))
+
+
+def _prefetch_next(e: Emitter, m: Operands, address: Value, n_bytes: int) -> None:
+    """Start fetching the same place of the next panel: it arrives while this one is multiplied."""
+    e.prefetch(e.add(address, e.mul(m.row_bytes, ROWS)), 0, n_bytes)
 
 
 def _store_sub_scales(e: Emitter, fmt: SuperBlock, words: Value, unit: Value) -> None:
@@ -118,18 +126,23 @@ def _store_sub_scales(e: Emitter, fmt: SuperBlock, words: Value, unit: Value) ->
             e.store(pair, unit, SUPER_MINS + LANE_BYTES * i)
 
 
-def _store_floats(e: Emitter, fmt: SuperBlock | SmallBlock, bits: Value, address: Value) -> None:
-    """Convert the rows' stored scales (and min scales, signed) to f32 and store them."""
-    e.store(fmt.to_scale(e, _gather(e, bits, fmt)), address)
+def _store_floats(
+    e: Emitter, fmt: SuperBlock | SmallBlock, bits: Value, kind: Type, address: Value
+) -> None:
+    """Convert the rows' stored scales (and min scales, signed) to f32 and store them.
+
+    bits: sixteen scales of type `kind` 8 bytes apart, then sixteen i16 min scales.
+    """
+    e.store(fmt.to_scale(e, _gather(e, bits, kind)), address)
     if fmt.has_mins:
-        mins = e.half_to_f32(_gather(e, e.add(bits, ROWS * 8), fmt))
+        mins = e.half_to_f32(_gather(e, e.add(bits, ROWS * 8), I16))
         e.store(e.b.fneg(mins) if fmt.negative_mins else mins, address, LANE_BYTES)
 
 
-def _gather(e: Emitter, bits: Value, fmt: SuperBlock | SmallBlock) -> Value:
-    gathered = e.zeros(I16, ROWS)
+def _gather(e: Emitter, bits: Value, kind: Type) -> Value:
+    gathered = e.zeros(kind, ROWS)
     for r in range(ROWS):
-        gathered = e.insert(gathered, e.load(I16, bits, 8 * r), r)
+        gathered = e.insert(gathered, e.load(kind, bits, 8 * r), r)
     return gathered
 
 

@@ -8,10 +8,9 @@ how many chunks they have.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ops.cpu.elementwise import exp, sigmoid
-from ops.cpu.job import args_record, clear, job_kernel
+from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
 from ops.cpu.memory import array, load_f32, load_i32, load_i64, store_f32, store_i32, store_i64
 
 SOFTMAX, SIGMOID, SOFTMAX_SELECTED = 0, 1, 2
@@ -72,7 +71,7 @@ slot_tokens  i32[n_slots]: the token of each slot
 """
 
 
-@njit
+@kernel_njit
 def probabilities(a, logits, out):
     """f32[n_expert] scores of one token."""
     n = a.n_expert
@@ -86,7 +85,7 @@ def probabilities(a, logits, out):
         softmax(logits, out, n)
 
 
-@njit
+@kernel_njit
 def softmax(x, out, n):
     """out = softmax of n values; may be the same array."""
     peak = x[0]
@@ -101,7 +100,7 @@ def softmax(x, out, n):
         out[i] = out[i] / total
 
 
-@njit
+@kernel_njit
 def best(scores, n):
     """Index of the largest value, the lowest on ties; 0 where all are NaN."""
     found = 0
@@ -111,7 +110,7 @@ def best(scores, n):
     return found
 
 
-@njit
+@kernel_njit
 def keep_groups(a, selection, group_scores):
     """Minus infinity for the experts outside the groups with the best two-expert sums."""
     size = a.n_expert // a.n_groups

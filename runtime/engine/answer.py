@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from runtime.engine.params import SamplingParams
 from runtime.engine.sampler import Choice, Sampler
 from runtime.engine.sequence import Sequence, TokenChannel
 from runtime.engine.stop_strings import StopStrings
@@ -57,11 +56,16 @@ class Answer:
         index: int = 0,
         on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
-        """n_ctx: tokens the sequence may have at most; vocabulary None: ids only, no text."""
+        """n_ctx: tokens the sequence may have at most; vocabulary None: ids only, no text.
+
+        has_begun says whether `begin` was called; params are the sampler's.
+        """
         self.sequence = sequence
         self.sampler = sampler
+        self.params = sampler.params
         self.channel = channel
         self.index = index
+        self.has_begun = False
         self.has_new_line = False
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer() if vocabulary else None
@@ -69,10 +73,6 @@ class Answer:
         self._n_ctx = n_ctx
         self._on_progress = on_progress
         self._began = self._first_token = time.perf_counter()
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.sampler.params
 
     @property
     def n_remain(self) -> int:
@@ -83,6 +83,7 @@ class Answer:
 
     def begin(self) -> None:
         """Its first step is about to run: the prompt's time starts here, not in the queue."""
+        self.has_begun = True
         self._began = self._first_token = time.perf_counter()
 
     def report_progress(self) -> None:
@@ -143,6 +144,8 @@ class Answer:
         return text if stop else text + self._stops.flush()
 
     def _probabilities(self, choice: Choice) -> tuple[float | None, tuple[TokenProbability, ...]]:
+        if not self.params.wants_logprobs:
+            return None, ()
         if self.params.post_sampling_probs:
             return choice.prob, self._candidates(choice.top_probs)
         return choice.logprob, self._candidates(choice.top_logprobs)

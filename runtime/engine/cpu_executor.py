@@ -49,7 +49,11 @@ class CPUExecutor:
         builder = ProgramBuilder(
             model, self._buffers, pages, team.n_threads, limits.max_step_tokens
         )
-        self._program = builder.build()
+        try:
+            self._program = builder.build()
+        except BaseException:
+            builder.program.close()
+            raise
         self._chunks = builder.chunks
         self._x = builder.x.memory.view(np.float32)
         self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
@@ -79,6 +83,8 @@ class CPUExecutor:
             self._running = False
             raise
         await self._until_idle()
+        if self._program.take_error() != 0:
+            raise EngineBug("a step names a position of a sequence that has no page")
         n_outputs = len(step.output_tokens)
         if self._buffers.not_finite[:n_outputs].any():
             wrong = np.flatnonzero(self._buffers.not_finite[:n_outputs]).tolist()

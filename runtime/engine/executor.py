@@ -26,7 +26,9 @@ class Executor(Protocol):
     def limits(self) -> ExecutorLimits: ...
 
     async def run(self, step: Step) -> StepResult:
-        """Perform `step`.  A cancelled caller leaves the step running; the next call waits for it.
+        """Perform `step`; the event loop gets at least one turn before the result.
+
+        A cancelled caller leaves the step running; the next call waits for it.
 
         Raises: ComputeError when the step gave numbers that are not finite.
         """
@@ -37,7 +39,7 @@ class Executor(Protocol):
         ...
 
     def load_pages(self, pages: list[int], image: bytes) -> None:
-        """Put what `save_pages` returned into `pages` (as many as were saved); only between steps."""
+        """Put what `save_pages` returned into as many `pages`; only between steps."""
         ...
 
     def describe(self) -> dict[str, object]:

@@ -114,6 +114,7 @@ class FakeExecutor:
             raise EngineBug("a step came while another was running, or after the end")
         self._is_running = True
         try:
+            await asyncio.sleep(0)
             if self._gate is not None:
                 await self._gate.wait()
             return self._perform(step)

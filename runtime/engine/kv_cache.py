@@ -152,6 +152,8 @@ class KVCache:
     def grow(self, table: PageTable, n_tokens: int) -> bool:
         """Give `table` room for `n_tokens`; False, and nothing changed, where pages are missing."""
         n_new = self.pages_for(n_tokens) - len(table.pages)
+        if n_new <= 0:
+            return True
         if n_new > self.n_available:
             return False
         table.pages.extend(self._new_page() for _ in range(n_new))
@@ -167,8 +169,7 @@ class KVCache:
             self._register(table.pages[index], self._full_content(table.chain, tokens, index))
         start = len(table.chain) * size
         if n_computed > start:
-            part = _Content(_end(table.chain), list(tokens[start:n_computed]), None)
-            self._register(table.pages[len(table.chain)], part)
+            self._record_part(table, tokens[start:n_computed])
 
     def copied(self, table: PageTable) -> None:
         """The copies of `table` are done: their sources may go."""
@@ -270,6 +271,16 @@ class KVCache:
             if n_common > n_best:
                 best, n_best = page, n_common
         return best, n_best
+
+    def _record_part(self, table: PageTable, tokens: Sequence[int]) -> None:
+        """The last page of `table` is not full: it holds `tokens`, more than before."""
+        page = table.pages[len(table.chain)]
+        known = self._contents.get(page)
+        if known is None:
+            self._register(page, _Content(_end(table.chain), list(tokens), None))
+        else:
+            # The page is this sequence's own, and what it held stays.
+            known.tokens.extend(tokens[len(known.tokens) :])
 
     def _full_content(self, chain: Sequence[bytes], tokens: Sequence[int], index: int) -> _Content:
         start = index * self.page_tokens

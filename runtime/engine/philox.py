@@ -7,6 +7,8 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 ROUNDS = 10
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -18,8 +20,7 @@ Words = tuple[int, int, int, int]
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Four random 32-bit words of a 128-bit counter and a 64-bit key."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
+    for k0, k1 in _round_keys(*key):
         product_0 = _MULTIPLIER_0 * c0
         product_1 = _MULTIPLIER_1 * c2
         c0, c1, c2, c3 = (
@@ -28,8 +29,6 @@ def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
             (product_0 >> 32) ^ c3 ^ k1,
             product_0 & _MASK,
         )
-        k0 = (k0 + _WEYL_0) & _MASK
-        k1 = (k1 + _WEYL_1) & _MASK
     return c0, c1, c2, c3
 
 
@@ -37,3 +36,8 @@ def uniform(seed: int, position: int, draw: int = 0) -> float:
     """The number in [0, 1) that `draw` of `position` gets: the first word in units of 2^-32."""
     word = philox4x32((position & _MASK, position >> 32, draw, 0), (seed & _MASK, 0))[0]
     return word * 2.0**-32
+
+
+@lru_cache  # a sequence keeps its seed, and this is half of the work
+def _round_keys(k0: int, k1: int) -> tuple[tuple[int, int], ...]:
+    return tuple(((k0 + i * _WEYL_0) & _MASK, (k1 + i * _WEYL_1) & _MASK) for i in range(ROUNDS))

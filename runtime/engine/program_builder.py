@@ -30,6 +30,7 @@ from runtime.engine.feed_forward_jobs import FeedForwardJobs
 from runtime.engine.kv_pages import KVPages
 from runtime.engine.matrix_jobs import MatrixJobs, record
 from runtime.engine.step_buffers import StepBuffers
+from runtime.errors import UnsupportedArchitecture
 from runtime.models.model import Model
 from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
 from runtime.models.spec import AttentionSpec, LayerSpec, QKNorm
@@ -72,6 +73,8 @@ class StepChunks:
 
 class ProgramBuilder:
     """Builds one program; `build` is called once.
+
+    Raises: UnsupportedArchitecture for parts of a spec that no job computes.
 
     The program refers to the model's weights, the pages and the buffers by address: they must
     outlive it.
@@ -178,6 +181,11 @@ class ProgramBuilder:
 
     def _attention(self, index: int, mixer: AttentionSpec, joined: Rows) -> ActivationRows:
         """The jobs between the QKV products and the output product; what the latter multiplies."""
+        if mixer.window is not None or mixer.sinks is not None or mixer.value_scale != 1.0:
+            raise UnsupportedArchitecture(
+                f"{self._spec.architecture}: layer {index} has a sliding window, attention sinks "
+                "or a value scale, which the CPU executor does not compute"
+            )
         width = mixer.n_head * mixer.head_dim_v
         attended = self._attended.setdefault(width, ActivationRows(self._n_tokens, width))
         shared = {
@@ -186,6 +194,7 @@ class ProgramBuilder:
             "dim_k": mixer.head_dim_k,
             "dim_v": mixer.head_dim_v,
             "positions": address_of(self._buffers.positions),
+            "error": self.program.error_address,
             **self._pages.fields(index),
         }
         self._heads(index, mixer, joined, shared)

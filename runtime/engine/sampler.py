@@ -45,7 +45,10 @@ class Choice:
 
 
 class Sampler:
-    """One sequence's sampler; the caller gives it every token of the sequence by `accept`."""
+    """One sequence's sampler; the caller gives it every token of the sequence by `accept`.
+
+    is_quick   a pass or two over the logits leave few candidates: the work is small
+    """
 
     def __init__(
         self, params: SamplingParams, vocabulary: SamplingVocabulary, prompt: Sequence[int] = ()
@@ -56,6 +59,7 @@ class Sampler:
         self._n_vocab = vocabulary.n_vocab
         self._bias = _bias_arrays(params, vocabulary)
         self._chain, self._greedy = _plan(params)
+        self.is_quick = self._greedy or any(row.letter == "k" for row in self._chain[:2])
         self._adaptive = _runs("adaptive_p", params)
         self._window = TokenWindow(params.repeat_last_n if _runs("penalties", params) else 0)
         self._dry_tokens: deque[int] = deque(maxlen=0)
@@ -172,8 +176,8 @@ class Sampler:
 
 def draw_index(probs: NDArray[np.float64], number: float) -> int:
     """The first index whose cumulative probability exceeds `number` in [0, 1); never a zero."""
-    cumulative = np.cumsum(probs)
-    return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+    cumulative = probs.cumsum()
+    return int(cumulative.searchsorted(number * cumulative[-1], side="right"))
 
 
 def raw_logprobs(logits: NDArray[np.float32], token: int, n: int) -> tuple[float, TokenProbs]:

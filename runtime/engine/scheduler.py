@@ -15,7 +15,7 @@ import numpy as np
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.kv_cache import KVCache
 from runtime.engine.sequence import Sequence, State
-from runtime.engine.step import Step, StepKind
+from runtime.engine.step import I32, Step, StepKind
 from runtime.errors import EngineBug
 
 # A prompt chunk beside running answers should not delay them longer than this; the chunk never
@@ -24,7 +24,7 @@ STALL_SECONDS = 0.5
 MIN_CHUNK = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A sequence's share of a step: tokens [start, start + n_tokens) of it."""
 
@@ -38,7 +38,7 @@ class Part:
         return self.start + self.n_tokens == len(self.sequence.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Save:
     """Copy `pages` of a preempted sequence to host memory (`sequence.images`), one image each."""
 
@@ -46,7 +46,7 @@ class Save:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Load:
     """Fill `pages` of a returning sequence from `sequence.images` at `indices`."""
 
@@ -55,7 +55,7 @@ class Load:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to do next, in this order: all saves, all loads, the step (None: there is none)."""
 
@@ -66,7 +66,7 @@ class Plan:
 
 
 class Scheduler:
-    """Waiting and running sequences, and the pages they share."""
+    """Waiting and running sequences, both in the order of arrival, and the pages they share."""
 
     def __init__(
         self, limits: ExecutorLimits, kv: KVCache, *, n_batch: int, n_ctx_sequence: int
@@ -89,15 +89,14 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        insort(self.waiting, sequence, key=lambda s: s.arrival)
+        insort(self.waiting, sequence, key=_arrival)
 
     def next_step(self) -> Plan:
         """Let sequences go and come, and say what to compute now."""
-        self._drop_cancelled()
         saves = self._make_room()
-        loads = [] if saves else self._admit()
+        loads = self._admit() if self.waiting and not saves else []
         parts = self._choose()
-        copies = tuple(copy for s in self.running for copy in s.pages.copies)
+        copies = tuple([copy for s in self.running for copy in s.pages.copies])
         step = _step(self._last_kind, parts, copies) if parts else None
         return Plan(tuple(saves), tuple(loads), tuple(parts), step)
 
@@ -112,18 +111,19 @@ class Scheduler:
             self._prompt_rate = plan.step.n_tokens / seconds
         for sequence in self.running:
             self.kv.copied(sequence.pages)
-        wanting = [part for part in plan.parts if part.wants_logits]
+        ready: list[tuple[int, Sequence]] = []
+        row = 0
         for part in plan.parts:
             sequence = part.sequence
-            if sequence.is_over:
-                continue  # its part of the step failed
-            sequence.n_computed = part.start + part.n_tokens
-            self.kv.record(sequence.pages, sequence.tokens, sequence.n_computed)
-            if sequence.state is State.PREFILL and sequence.has_prompt:
-                sequence.move(State.DECODE)
-        return [
-            (row, part.sequence) for row, part in enumerate(wanting) if not part.sequence.is_over
-        ]
+            if not sequence.is_over:  # else its part of the step failed
+                sequence.n_computed = part.start + part.n_tokens
+                self.kv.record(sequence.pages, sequence.tokens, sequence.n_computed)
+                if sequence.state is State.PREFILL and sequence.has_prompt:
+                    sequence.move(State.DECODE)
+                if part.wants_logits:
+                    ready.append((row, sequence))
+            row += part.wants_logits
+        return ready
 
     def alone(self, plan: Plan) -> list[tuple[Part, Step]]:
         """The step of `plan` as one step per sequence, for a step that failed as a whole."""
@@ -152,19 +152,14 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def _drop_cancelled(self) -> None:
-        for sequence in [*self.running, *self.waiting]:
-            if sequence.cancel_wanted:
-                self.end(sequence, State.CANCELLED)
-
     def _make_room(self) -> list[Save]:
         """A page for every answer's next token; where none is left the latest sequences leave."""
         saves: list[Save] = []
-        for sequence in sorted(self.running, key=lambda s: s.arrival):
+        for sequence in self.running[:]:
             while sequence.state is State.DECODE and not self.kv.grow(
                 sequence.pages, sequence.n_computed + 1
             ):
-                saves.append(self._preempt(max(self.running, key=lambda s: s.arrival)))
+                saves.append(self._preempt(self.running[-1]))
         return saves
 
     def _preempt(self, sequence: Sequence) -> Save:
@@ -177,7 +172,7 @@ class Scheduler:
         save = Save(sequence, tuple(sequence.pages.pages[:n_pages]))
         sequence.saved = self.kv.save(sequence.pages, sequence.n_computed)
         sequence.table = None
-        insort(self.waiting, sequence, key=lambda s: s.arrival)
+        insort(self.waiting, sequence, key=_arrival)
         self.n_preemptions += 1
         return save
 
@@ -195,7 +190,7 @@ class Scheduler:
             if load is None:
                 break
             self.waiting.remove(sequence)
-            self.running.append(sequence)
+            insort(self.running, sequence, key=_arrival)
             sequence.slot = self._free_slots.pop()
             loads.append(load)
         return [load for load in loads if load.indices]
@@ -236,7 +231,7 @@ class Scheduler:
         answers = [s for s in self.running if s.state is State.DECODE]
         if prompts and not (answers and self._last_kind is StepKind.PREFILL):
             self._last_kind = StepKind.PREFILL
-            return self._chunk(sorted(prompts, key=lambda s: s.arrival), beside=bool(answers))
+            return self._chunk(prompts, beside=bool(answers))
         self._last_kind = StepKind.DECODE
         return [Part(s, s.n_computed, 1) for s in answers]
 
@@ -253,12 +248,23 @@ class Scheduler:
         return parts
 
 
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
 def _step(kind: StepKind, parts: list[Part], copies: tuple[tuple[int, int], ...]) -> Step:
     """The arrays of a step."""
-    tables = [part.sequence.pages.pages for part in parts]
-    page_tables = np.full((len(parts), max(map(len, tables))), -1, dtype=np.int32)
-    for row, table in enumerate(tables):
-        page_tables[row, : len(table)] = table
+    rows = np.arange(len(parts), dtype=np.int32)
+    if kind is StepKind.DECODE:  # one token each, and all logits wanted
+        return Step(
+            kind=kind,
+            token_ids=np.array([p.sequence.tokens[p.start] for p in parts], dtype=np.int32),
+            positions=np.array([p.start for p in parts], dtype=np.int32),
+            rows=rows,
+            page_tables=_page_tables(parts),
+            output_tokens=rows,
+            page_copies=copies,
+        )
     lengths = [part.n_tokens for part in parts]
     ends = np.cumsum(lengths)
     positions = [at for p in parts for at in range(p.start, p.start + p.n_tokens)]
@@ -267,10 +273,17 @@ def _step(kind: StepKind, parts: list[Part], copies: tuple[tuple[int, int], ...]
         kind=kind,
         token_ids=np.array(tokens, dtype=np.int32),
         positions=np.array(positions, dtype=np.int32),
-        rows=np.repeat(np.arange(len(parts), dtype=np.int32), lengths),
-        page_tables=page_tables,
+        rows=np.repeat(rows, lengths),
+        page_tables=_page_tables(parts),
         output_tokens=np.array(
             [end - 1 for p, end in zip(parts, ends, strict=True) if p.wants_logits], dtype=np.int32
         ),
         page_copies=copies,
     )
+
+
+def _page_tables(parts: list[Part]) -> I32:
+    """i32[n_parts, n_pages]: one row a part, padded with -1."""
+    tables = [part.sequence.pages.pages for part in parts]
+    longest = max(map(len, tables))
+    return np.array([[*table, *[-1] * (longest - len(table))] for table in tables], dtype=np.int32)

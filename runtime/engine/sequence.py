@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence as TokenIds
 from enum import Enum, auto
 
@@ -43,6 +44,7 @@ class Sequence:
     tokens      prompt, then what was generated; the first n_computed have their KV in `table`
     leader      the sequence that computes the same prompt (n > 1): wait for it, then share its
                 pages
+    is_over     finished, cancelled or failed
     slot        place among the parallel sequences; the last one where it does not run
     prompt_chain   what the pages of the prompt are found by, once it is known
     saved, images   where its KV is while it waits preempted; images holds one host copy per page
@@ -69,15 +71,12 @@ class Sequence:
         self.saved: SavedPages | None = None
         self.images: list[bytes] = []
         self.cancel_wanted = False
+        self.is_over = False
         self._state = State.WAITING
 
     @property
     def state(self) -> State:
         return self._state
-
-    @property
-    def is_over(self) -> bool:
-        return not MOVES[self._state]
 
     @property
     def has_prompt(self) -> bool:
@@ -100,6 +99,7 @@ class Sequence:
         if to not in MOVES[self._state]:
             raise EngineBug(f"{self!r} cannot become {to.name}")
         self._state = to
+        self.is_over = not MOVES[to]
 
     def __repr__(self) -> str:
         return (
@@ -112,18 +112,21 @@ class TokenChannel:
     """Carries the items of one request from the step loop to its caller; both on one event loop."""
 
     def __init__(self) -> None:
-        self._items: asyncio.Queue[Token | EngineError] = asyncio.Queue()
+        self._items: deque[Token | EngineError] = deque()
+        self._waiting: asyncio.Future[None] | None = None  # the caller, where it has read all
 
-    def put(self, item: Token) -> None:
-        self._items.put_nowait(item)
-
-    def fail(self, error: EngineError) -> None:
-        """The caller gets `error` after the items that came before it."""
-        self._items.put_nowait(error)
+    def put(self, item: Token | EngineError) -> None:
+        """Queue an item; the caller's `get` raises an error after the items before it."""
+        self._items.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def get(self) -> Token:
-        """The next item.  Raises: the error that `fail` was given."""
-        item = await self._items.get()
+        """The next item; one caller at a time.  Raises: the error that came instead."""
+        while not self._items:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        item = self._items.popleft()
         if isinstance(item, EngineError):
             raise item
         return item

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from runtime.config import ContextShape
 from runtime.engine.answer import Answer
 from runtime.engine.kv_cache import KVCache
@@ -30,7 +32,7 @@ class Slots:
             n_pages=self._kv.n_pages,
             n_pages_free=self._kv.n_free,
             n_pages_cached=self._kv.n_idle,
-            counters=self._steps.counters,
+            counters=replace(self._steps.counters),
             slots=tuple(self._slot(slot) for slot in range(self._shape.n_parallel)),
         )
 

@@ -31,9 +31,12 @@ class SlotStatistics:
     params: SamplingParams | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Counters:
-    """Totals since the engine opened; the seconds are those of prompt steps and of decode steps."""
+    """Totals since the engine opened; the seconds are those of prompt steps and of decode steps.
+
+    The step loop counts in its own; a reading is a copy.
+    """
 
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0

@@ -23,7 +23,7 @@ class StepKind(Enum):
 class Step:
     """One forward pass.
 
-    token_ids     i32[n_tokens]             tokens of one sequence stand together, positions ascending
+    token_ids     i32[n_tokens]             tokens of one sequence together, positions ascending
     positions     i32[n_tokens]             position of each token in its sequence
     rows          i32[n_tokens]             index of each token's sequence in `page_tables`
     page_tables   i32[n_sequences, n_pages] KV pages of each sequence in order, padded with -1

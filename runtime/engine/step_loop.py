@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,15 +18,16 @@ from runtime.engine.sampler import Choice
 from runtime.engine.scheduler import Plan, Scheduler
 from runtime.engine.sequence import Sequence, State
 from runtime.engine.statistics import Counters
-from runtime.engine.step import F32, StepKind
-from runtime.errors import ComputeError, EngineBug, EngineError
+from runtime.engine.step import F32, Step, StepKind
+from runtime.errors import ComputeError, EngineError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Choosing tokens from more logits than this takes over a millisecond, which the loop should not
-# stand still.
-INLINE_LOGITS = 50_000
+# stand still.  Logits that one pass reduces to a few count once, others as the passes they take.
+INLINE_LOGITS = 300_000
+SLOW_PASSES = 8
 
 
 class StepLoop:
@@ -43,7 +43,7 @@ class StepLoop:
         self.slots: dict[int, Answer] = {}  # the last answer of each slot
         self._helper = helper
         self._answers: dict[Sequence, Answer] = {}
-        self._begun: set[Sequence] = set()
+        self._cancelled: list[Sequence] = []
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._awaited: set[asyncio.Future[Any]] = set()  # whoever waits for a job
         self._wake = asyncio.Event()
@@ -56,8 +56,10 @@ class StepLoop:
 
     def cancel(self, answer: Answer) -> None:
         """Free the sequence's pages as soon as the step in flight, if any, has ended."""
-        if not answer.sequence.is_over:
-            answer.sequence.cancel_wanted = True
+        sequence = answer.sequence
+        if sequence in self._answers and not sequence.cancel_wanted:
+            sequence.cancel_wanted = True
+            self._cancelled.append(sequence)
             self._wake.set()
 
     async def between_steps(self, job: Callable[[], Awaitable[T]]) -> T:
@@ -91,8 +93,9 @@ class StepLoop:
     def fail_all(self, error: EngineError) -> None:
         """The engine ends: every caller that still waits gets `error`."""
         for answer in self._answers.values():
-            answer.channel.fail(error)
+            answer.channel.put(error)
         self._answers.clear()
+        self._cancelled.clear()
         for waiting in self._awaited:
             if not waiting.done():
                 waiting.set_exception(error)
@@ -102,44 +105,33 @@ class StepLoop:
         while True:
             while self._jobs:
                 await self._jobs.popleft()()
+            self._end_cancelled()
             plan = self.scheduler.next_step()
-            self._forget_ended()
             if plan.step is not None:
-                await self._perform(plan)
-                # An executor that answers at once must not keep everyone else from the loop.
-                await asyncio.sleep(0)
+                # Callers read the tokens of one step while the next one is computed.
+                await self._perform(plan, plan.step)
             elif not self._jobs:
                 self._wake.clear()
                 await self._wake.wait()
 
-    async def _perform(self, plan: Plan) -> None:
-        step = plan.step
-        if step is None:
-            raise EngineBug("there is no step to perform")
+    async def _perform(self, plan: Plan, step: Step) -> None:
         for part in plan.parts:
-            self.slots[part.sequence.slot] = self._answers[part.sequence]
-            if part.sequence not in self._begun:
-                self._begin(part.sequence)
+            answer = self.slots[part.sequence.slot] = self._answers[part.sequence]
+            if not answer.has_begun:
+                answer.begin()
+                self.counters.prompt_tokens_cached += part.sequence.n_cached
         if plan.saves or plan.loads:
             await self.off_loop(lambda: self._move_pages(plan))
         began = time.perf_counter()
-        logits = await self._compute(plan)
+        logits = await self._compute(plan, step)
         seconds = time.perf_counter() - began
         ready = self.scheduler.commit(plan, seconds)
-        self._count(plan, seconds)
+        self._count(step, seconds)
         if step.kind is StepKind.PREFILL:
             for part in plan.parts:
                 if part.sequence in self._answers:
                     self._answers[part.sequence].report_progress()
         await self._answer(ready, logits)
-
-    def _begin(self, sequence: Sequence) -> None:
-        self._begun.add(sequence)
-        self._answers[sequence].begin()
-        self.counters = replace(
-            self.counters,
-            prompt_tokens_cached=self.counters.prompt_tokens_cached + sequence.n_cached,
-        )
 
     def _move_pages(self, plan: Plan) -> None:
         for save in plan.saves:
@@ -150,24 +142,22 @@ class StepLoop:
                 self.executor.load_pages([page], load.sequence.images[index])
             load.sequence.images.clear()
 
-    async def _compute(self, plan: Plan) -> F32:
+    async def _compute(self, plan: Plan, step: Step) -> F32:
         """The logits of the step.  A sequence whose numbers are not finite fails alone."""
-        if plan.step is None:
-            raise EngineBug("there is no step to compute")
         try:
-            return (await self.executor.run(plan.step)).logits
+            return (await self.executor.run(step)).logits
         except ComputeError as error:
             if len(plan.parts) == 1:
                 self._fail(plan.parts[0].sequence, error)
-                return np.empty((len(plan.step.output_tokens), 0), np.float32)
+                return np.empty((len(step.output_tokens), 0), np.float32)
         logger.warning("a step of %d sequences failed: computing each alone", len(plan.parts))
         rows: list[F32] = []
-        for part, step in self.scheduler.alone(plan):
+        for part, own in self.scheduler.alone(plan):
             try:
-                rows += list((await self.executor.run(step)).logits.copy())
+                rows += list((await self.executor.run(own)).logits.copy())
             except ComputeError as error:
                 self._fail(part.sequence, error)
-                rows += [np.empty(0, np.float32)] * len(step.output_tokens)
+                rows += [np.empty(0, np.float32)] * len(own.output_tokens)
         n_vocab = self.executor.limits.n_vocab
         logits = np.full((len(rows), n_vocab), np.nan, np.float32)
         for row, values in enumerate(rows):
@@ -189,8 +179,8 @@ class StepLoop:
                 wanting.append((answer, logits[row]))
         if not wanting:
             return
-        n_logits = len(wanting) * self.executor.limits.n_vocab
-        if n_logits <= INLINE_LOGITS:
+        n_passes = sum(1 if answer.sampler.is_quick else SLOW_PASSES for answer, _ in wanting)
+        if n_passes * self.executor.limits.n_vocab <= INLINE_LOGITS:
             outcomes = [choose(answer, row) for answer, row in wanting]
         else:
             outcomes = await self.off_loop(lambda: [choose(*pair) for pair in wanting])
@@ -202,47 +192,34 @@ class StepLoop:
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         logger.warning("%r failed: %s", sequence, error)
-        self.counters = replace(self.counters, requests_failed=self.counters.requests_failed + 1)
+        self.counters.requests_failed += 1
         if sequence in self._answers:
-            self._answers[sequence].channel.fail(error)
+            self._answers[sequence].channel.put(error)
         self._end(sequence, State.FAILED)
 
     def _end(self, sequence: Sequence, state: State) -> None:
         self.scheduler.end(sequence, state, poisoned=state is State.FAILED)
         self._answers.pop(sequence, None)
-        self._begun.discard(sequence)
 
-    def _forget_ended(self) -> None:
-        for sequence in [s for s in self._answers if s.is_over]:
-            del self._answers[sequence]
-            self._begun.discard(sequence)
+    def _end_cancelled(self) -> None:
+        for sequence in self._cancelled:
+            if not sequence.is_over:
+                self._end(sequence, State.CANCELLED)
+        self._cancelled.clear()
 
-    def _count(self, plan: Plan, seconds: float) -> None:
-        counters, step = self.counters, plan.step
-        if step is None:
-            return
-        running = self.scheduler.running
-        longest = max((len(s.tokens) for s in running), default=0)
-        counters = replace(
-            counters,
-            busy_slots=counters.busy_slots + len(running),
-            max_tokens=max(counters.max_tokens, longest),
-            preemptions=self.scheduler.n_preemptions,
-            predicted_tokens=counters.predicted_tokens + len(step.output_tokens),
-        )
+    def _count(self, step: Step, seconds: float) -> None:
+        counters, running = self.counters, self.scheduler.running
+        counters.busy_slots += len(running)
+        counters.max_tokens = max(counters.max_tokens, *[len(s.tokens) for s in running], 0)
+        counters.preemptions = self.scheduler.n_preemptions
+        counters.predicted_tokens += len(step.output_tokens)
         if step.kind is StepKind.PREFILL:
-            self.counters = replace(
-                counters,
-                prompt_steps=counters.prompt_steps + 1,
-                prompt_tokens=counters.prompt_tokens + step.n_tokens,
-                prompt_seconds=counters.prompt_seconds + seconds,
-            )
+            counters.prompt_steps += 1
+            counters.prompt_tokens += step.n_tokens
+            counters.prompt_seconds += seconds
         else:
-            self.counters = replace(
-                counters,
-                decode_steps=counters.decode_steps + 1,
-                predicted_seconds=counters.predicted_seconds + seconds,
-            )
+            counters.decode_steps += 1
+            counters.predicted_seconds += seconds
 
 
 def choose(answer: Answer, logits: F32) -> Choice | EngineError:

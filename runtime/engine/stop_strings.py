@@ -14,6 +14,8 @@ class StopStrings:
 
     def push(self, text: str) -> tuple[str, str]:
         """(text that is certain now, the stop string that ended the answer or "")."""
+        if not self._stops:
+            return text, ""
         text = self._held + text
         found = [(text.find(stop), stop) for stop in self._stops if stop in text]
         if found:

@@ -14,10 +14,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ops.cpu.team import acquire_team
 from runtime.config import BUNDLED_MODEL
+from runtime.engine import embedding
 from runtime.engine.cpu_executor import CPUExecutor, open_cpu_executor
 from runtime.engine.step import Step, StepKind
-from runtime.errors import ComputeError, ConfigError, EngineBug, EngineClosed
+from runtime.errors import (
+    ComputeError,
+    ConfigError,
+    EngineBug,
+    EngineClosed,
+    UnsupportedArchitecture,
+)
 from runtime.models import Model, open_model
 from tests.support.golden import NAMES, golden_case
 from tests.support.reference_model import reference_logits
@@ -245,6 +253,40 @@ async def test_what_cannot_work_is_refused(bundled: Model, tmp_path: Path) -> No
                 await executor.run(step_of(executor, StepKind.PREFILL, [(0, tokens, 0)]))
             with pytest.raises(ConfigError, match="2 workers"):
                 open_cpu_executor(model, n_ctx=64, max_sequences=1, max_step_tokens=8, n_threads=3)
+            for page in (0, 1):
+                step = step_of(executor, StepKind.DECODE, [(0, tokens[:1], 40)])
+                step.page_tables[0, page] = -1
+                with pytest.raises(EngineBug, match="no page"):
+                    await executor.run(step)
+
+
+@pytest.mark.parametrize(
+    "part", [{"window": 4}, {"sinks": "output_norm.weight"}, {"value_scale": 0.5}]
+)
+async def test_parts_without_a_job_are_refused(part: dict[str, Any], tmp_path: Path) -> None:
+    with open_model(golden_case("olmoe", tmp_path).path) as model:
+        first, *others = model.spec.layers
+        changed = replace(first, mixer=replace(first.mixer, **part))
+        model.spec = replace(model.spec, layers=(changed, *others))
+        with pytest.raises(UnsupportedArchitecture, match="layer 0"):
+            open_cpu_executor(model, n_ctx=64, max_sequences=1, max_step_tokens=8)
+        with acquire_team(1) as team:
+            assert team.n_threads == 1, "the refused executor kept the team"
+
+
+def test_embedding_rows_are_kept_only_for_small_tables(
+    bundled: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = bundled.weights[bundled.spec.token_embedding]
+    ids = np.array([7, 12287, 7, 0], np.int32)
+    expected = weight.format.dequantize_rows(weight.data[ids])
+    for limit in (embedding.KEPT_BYTES, 0):
+        monkeypatch.setattr(embedding, "KEPT_BYTES", limit)
+        rows = embedding.EmbeddingRows(weight)
+        for _ in range(2):
+            out = np.zeros((4, 256), np.float32)
+            rows.copy_to(out, ids)
+            assert np.array_equal(out, expected)
 
 
 async def test_progress_and_description(bundled: Model) -> None:

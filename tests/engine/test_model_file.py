@@ -56,7 +56,10 @@ def test_a_file_truncated_under_a_step_ends_the_process_with_one_line(tmp_path: 
     path = tmp_path / "model.gguf"
     shutil.copyfile(BUNDLED_MODEL, path)
     ended = subprocess.run(
-        [sys.executable, "-c", READ_TRUNCATED, str(path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", READ_TRUNCATED, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert ended.returncode == 74, ended.stderr
     assert ended.stderr.count("\n") == 1 and str(path) in ended.stderr

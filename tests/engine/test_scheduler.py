@@ -170,16 +170,14 @@ def test_a_pool_that_is_too_small_for_one_sequence_is_a_bug() -> None:
         scheduler(n_pages=4, n_ctx=100)
 
 
-def test_a_cancelled_sequence_leaves_after_the_step_in_flight() -> None:
+def test_a_sequence_that_ends_gives_its_pages_back() -> None:
     s = scheduler()
     sequence = prompt(1, 4)
     s.add(sequence)
-    plan = s.next_step()
-    sequence.cancel_wanted = True
-    s.commit(plan, 0.0)
+    s.commit(s.next_step(), 0.0)
+    s.end(sequence, State.CANCELLED)
 
     assert s.next_step().step is None
-    assert sequence.state is State.CANCELLED
     assert s.kv.n_available == s.kv.n_pages
 
 
@@ -189,10 +187,9 @@ def test_a_waiting_sequence_can_be_cancelled() -> None:
     waiting = prompt(2, 4)
     s.add(waiting)
     advance(s)
-    waiting.cancel_wanted = True
-    advance(s)
-    assert waiting.state is State.CANCELLED
+    s.end(waiting, State.CANCELLED)
     assert s.waiting == []
+    assert s.kv.n_available == s.kv.n_pages - 2  # those of the one that runs
 
 
 def test_siblings_wait_for_the_prompt_and_share_it() -> None:

@@ -69,7 +69,7 @@ def test_our_layers_import_downwards_only() -> None:
 
 def test_every_foreign_library_has_one_home() -> None:
     wrong = [
-        f"{path}:{line} imports {name}, whose home is {HOMES.get(name, 'not decided: add a row here')}"
+        f"{path}:{line} imports {name}, whose home is {HOMES.get(name, 'undecided: add a row')}"
         for path, tree in sources()
         for line, name in imported(tree)
         if name not in PACKAGES

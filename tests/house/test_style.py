@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from tests.house.test_layers import sources
 
 FILE_LINES = 400
@@ -55,7 +56,9 @@ def test_nothing_prints_outside_the_command_line() -> None:
         for path, tree in sources()
         if not path.startswith(MAY_PRINT)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
     assert not prints, "\n".join(prints)
 
@@ -65,7 +68,8 @@ def test_no_bare_except_and_no_global_statement() -> None:
         f"{path}:{node.lineno} {'bare except' if isinstance(node, ast.ExceptHandler) else 'global'}"
         for path, tree in sources()
         for node in ast.walk(tree)
-        if (isinstance(node, ast.ExceptHandler) and node.type is None) or isinstance(node, ast.Global)
+        if (isinstance(node, ast.ExceptHandler) and node.type is None)
+        or isinstance(node, ast.Global)
     ]
     assert not wrong, "\n".join(wrong)
 

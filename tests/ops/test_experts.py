@@ -86,7 +86,8 @@ class Experts:
         block = job_args(
             FEED_FORWARD, gate=matrices[0], up=matrices[1], down=matrices[2], n_ff=n_ff,
             n_out=n_out, gate_up_rows=gate_up_rows, down_rows=down_rows, x_gate=records,
-            x_up=records, x_gate_stride=records.strides[0], x_up_stride=records.strides[0], hidden=hidden,
+            x_up=records, x_gate_stride=records.strides[0], x_up_stride=records.strides[0],
+            hidden=hidden,
             hidden_stride=hidden.strides[0], hidden_group=ACTIVATION_GROUP[kind], out=out,
             out_stride=out.strides[0], **lists_fields,
         )  # fmt: skip

@@ -82,7 +82,7 @@ def test_an_unknown_format_lists_the_known_ones() -> None:
 def test_an_instruction_set_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedIsa, match="unknown instruction set 'neon'"):
         choose_isa("neon")
-    monkeypatch.setattr(isa_module, "target_features", lambda: isa_module.REQUIRED["avx2"])
+    monkeypatch.setattr(isa_module, "target_features", lambda: isa_module.AVX2)
     assert choose_isa() == "avx2"
     with pytest.raises(UnsupportedIsa, match="'avx512' cannot run here; these can: avx2, portable"):
         choose_isa("avx512")

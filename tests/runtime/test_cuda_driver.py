@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import pytest
+
 from runtime.cuda.driver import checked, device_names
 from runtime.errors import DeviceUnavailable
 

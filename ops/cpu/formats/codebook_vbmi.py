@@ -76,12 +76,9 @@ def chunk_mask(e: Emitter, bytes_: Value, index: int) -> Value:
 
 
 def multishift(e: Emitter, starts: Sequence[int], value: Value) -> Value:
-    """Eight bits from bit `starts[i]` of its 64-bit lane, around the end, as byte i.
-
-    One start for each byte of a lane, or of the whole vector.
-    """
+    """Eight bits from bit `starts[i]` of each 64-bit lane, around its end, as its byte i."""
     lanes = value.type.count
-    control = e.constant(I8, list(starts) * (lanes // len(starts)))
+    control = e.constant(I8, list(starts) * (lanes // 8))
     name = f"llvm.x86.avx512.pmultishift.qb.{8 * lanes}"
     return e.call(name, value.type, control, value)
 
