@@ -101,3 +101,8 @@ def context_shape(config: EngineConfig, n_ctx_train: int) -> ContextShape:
 def environment(name: str) -> str | None:
     """The variable `name`, or None where it is unset or empty; nothing else reads os.environ."""
     return os.environ.get(name) or None
+
+
+def environment_names(prefix: str) -> list[str]:
+    """The variables that are set and begin with `prefix`, sorted."""
+    return sorted(name for name in os.environ if name.startswith(prefix) and environment(name))

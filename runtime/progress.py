@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -30,20 +32,35 @@ class Progress:
     def __init__(self) -> None:
         self._now = ("waiting", 0, 0, "")
         self._since = time.monotonic()
+        self._is_cancelled = False
 
     def start(self, phase: str, total: int = 0, unit: str = "") -> None:
-        """Begin `phase`, which takes `total` units; whatever ran before has ended."""
+        """Begin `phase`, which takes `total` units; whatever ran before has ended.
+
+        Raises: CancelledError after `cancel`, as `advance` does: the work has lost its caller.
+        """
+        self._check()
         self._since = time.monotonic()
         self._now = (phase, 0, total, unit)
 
     def advance(self, n: int = 1) -> None:
         """`n` more units of the phase are done."""
+        self._check()
         phase, done, total, unit = self._now
         self._now = (phase, done + n, total, unit)
 
     def finish(self, phase: str = "ready") -> None:
         """The whole work has ended."""
-        self.start(phase)
+        self._since = time.monotonic()
+        self._now = (phase, 0, 0, "")
+
+    def cancel(self) -> None:
+        """Nobody wants the work any more: its thread stops at its next `start` or `advance`."""
+        self._is_cancelled = True
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise CancelledError
 
     @property
     def state(self) -> ProgressState:
@@ -63,13 +80,13 @@ class ProgressBar(Progress):
         if total:
             from tqdm import tqdm
 
-            # disable=None: no bar where standard error is a file or a pipe
+            # disable=None: no bar where standard error is a file or a pipe; it may also be closed
             self._bar = tqdm(
                 desc=phase,
                 total=total,
                 unit=unit or "it",
                 unit_scale=unit == "B",
-                disable=None,
+                disable=None if sys.stderr is not None else True,
                 leave=False,
             )
 

@@ -84,7 +84,7 @@ async def _serve_engine(service: Service, closed: asyncio.Event) -> None:
     try:
         await service.listening.wait()
         async with open_engine(service.config, service.progress) as engine:
-            service.attach(engine)
+            await service.attach(engine)
             await closed.wait()
             service.detach()
     except EngineError as error:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from runtime.config import environment
+from runtime.config import environment, environment_names
 from runtime.errors import ConfigError
 from server.flag_table import CACHE_VARIABLES, FLAGS, NO_EXPERT_CACHE
 from server.flags import Given, completion_script, help_text, parse_flags
@@ -85,6 +85,8 @@ def model_file(given: Mapping[str, Given]) -> Path | None:
     from pathlib import Path
 
     if "model" in given:
+        if not given["model"].value:
+            raise ConfigError(f"{given['model'].source}: the file's name is empty")
         return Path(str(given["model"].value))
     if "hf_repo" not in given:
         return None
@@ -132,4 +134,8 @@ def explain(
     for name in CACHE_VARIABLES:
         if environment(name) is not None:
             lines.append(f"note: {name} has no effect: {NO_EXPERT_CACHE}")
+    known = {flag.env for flag in FLAGS}
+    for name in environment_names("LLAMA_ARG_"):
+        if name not in known:
+            lines.append(f"note: {name} has no effect: no such setting is known")
     return lines

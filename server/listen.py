@@ -2,7 +2,7 @@
 
 aiohttp puts no limit on how long a new connection may take for its first request's headers, so each
 one starts with a `Greeting` that waits a bounded time for a bounded number of bytes and then steps
-aside.
+aside for a `Connection`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 from aiohttp import web
 
 from runtime.errors import ConfigError
+from server.errors import CONTENT_TYPE, ApiError, Invalid, describe, respond
 from server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,46 @@ MAX_FIELD_BYTES = 16 << 10
 MAX_HEADERS = 128
 KEEPALIVE_SECONDS = 75.0
 BACKLOG = 1024
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's end of a connection with our limits; also what is not HTTP gets a JSON answer."""
+
+    def __init__(self, server: web.Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_SECONDS,
+            auto_decompress=False,
+            max_line_size=MAX_FIELD_BYTES,
+            max_field_size=MAX_FIELD_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what never became a request, or failed outside of every handler.
+
+        Raises: ConnectionError where an answer has begun.
+        """
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun; there is no room for an error")
+        if status < 500:
+            # Scanners and TLS handshakes on a plain port are common: no noise in the log.
+            logger.debug("malformed HTTP: %s", message)
+            reason = (message or "").partition("\n")[0].rstrip(":")
+            response = respond(Invalid(f"malformed HTTP: {reason}"))
+        else:
+            response = respond(exc if isinstance(exc, Exception) else RuntimeError(message))
+        response.headers.update({"Server": "hotexpert", "X-Content-Type-Options": "nosniff"})
+        response.force_close()
+        return response
 
 
 class Greeting(asyncio.Protocol):
@@ -54,10 +96,7 @@ class Greeting(asyncio.Protocol):
         if self._received.find(b"\r\n\r\n", begin) >= 0 or self._received.find(b"\n\n", begin) >= 0:
             self._step_aside(self._transport)
         elif len(self._received) > MAX_HEADER_BYTES:
-            self._transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                b"Content-Length: 0\r\nConnection: close\r\n\r\n"
-            )
+            self._transport.write(_headers_too_large())
             self.close()
 
     def eof_received(self) -> bool:
@@ -74,7 +113,7 @@ class Greeting(asyncio.Protocol):
 
     def _step_aside(self, transport: asyncio.Transport) -> None:
         self._forget()
-        handler = self._server()
+        handler = Connection(self._server)
         transport.set_protocol(handler)
         handler.connection_made(transport)
         handler.data_received(bytes(self._received))
@@ -96,14 +135,8 @@ async def listening(
     """
     runner = web.AppRunner(
         app,
-        access_log=None,
         handler_cancellation=True,  # a client that leaves ends its request, plain ones too
         shutdown_timeout=settings.closing_seconds + 1.0,
-        keepalive_timeout=KEEPALIVE_SECONDS,
-        auto_decompress=False,
-        max_line_size=MAX_FIELD_BYTES,
-        max_field_size=MAX_FIELD_BYTES,
-        max_headers=MAX_HEADERS,
     )
     await runner.setup()
     waiting: set[Greeting] = set()
@@ -145,6 +178,16 @@ async def _bind(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; "
             "choose another --port or --host"
         ) from error
+
+
+def _headers_too_large() -> bytes:
+    """A whole answer by hand: there is no request yet that aiohttp could answer."""
+    _, error = describe(ApiError(431, "invalid_request_error", "the headers are too large"))
+    body = msgspec.json.encode({"error": error})
+    return (
+        b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+        b"Content-Type: %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+    ) % (CONTENT_TYPE.encode(), len(body), body)
 
 
 def _names(server: asyncio.Server) -> list[object]:

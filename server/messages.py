@@ -74,6 +74,8 @@ def _content(fields: Fields, where: str) -> str | list[dict[str, str]] | None:
     value = fields.raw("content")
     if value is None or isinstance(value, str):
         return value
+    if not isinstance(value, list):
+        raise fields.wrong("content", "must be a string or a list of parts", value)
     parts = fields.items("content", limit=MAX_PARTS) or []
     return [_part(part, f"{where}.content[{number}]") for number, part in enumerate(parts)]
 

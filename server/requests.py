@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from runtime import SamplingParams
 from runtime.errors import ContextTooLong, RequestError
+from runtime.text.chat_template import check_variables
 from server.errors import Invalid, NotSupported
 from server.fields import Fields
 from server.messages import parse_messages, parse_tools
@@ -243,6 +244,7 @@ def _continues(fields: Fields, messages: list[dict[str, object]], *, prefill: bo
 def _template_kwargs(fields: Fields) -> dict[str, object]:
     """`chat_template_kwargs` and the reasoning fields, as variables of the template."""
     kwargs = fields.mapping("chat_template_kwargs") or {}
+    check_variables(kwargs)
     effort = fields.text("reasoning_effort")
     if effort is not None:
         kwargs["reasoning_effort"] = effort

@@ -38,7 +38,7 @@ class Service:
         self._limits: Limits | None = None
         self._template: ChatTemplate | None = None
 
-    def attach(self, engine: Engine) -> None:
+    async def attach(self, engine: Engine) -> None:
         """The engine is ready.  Raises: EngineError where the settings do not suit the model."""
         from server.sampling import with_defaults
 
@@ -47,7 +47,8 @@ class Service:
             engine.model.n_vocab, engine.shape.n_ctx_sequence, engine.shape.n_parallel, defaults
         )
         if self.settings.chat_template is not None:
-            self._template = _override(engine, self.settings.chat_template)
+            # A template may take seconds to compile.
+            self._template = await asyncio.to_thread(_override, engine, self.settings.chat_template)
         self._engine = engine
         self.attached.set()
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from runtime import EngineConfig
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, RequestError
+from runtime.text.chat_template import check_variables
 from server.flags import Given
 
 T = TypeVar("T")
@@ -168,6 +169,10 @@ def _template_kwargs(given: Mapping[str, Given]) -> dict[str, object]:
             raise ConfigError(f"--chat-template-kwargs: not valid JSON: {error}") from error
         if not isinstance(parsed, dict):
             raise ConfigError("--chat-template-kwargs: must be a JSON object")
+        try:
+            check_variables(parsed)
+        except RequestError as error:
+            raise ConfigError(f"--chat-template-kwargs: {error.message}") from error
         kwargs |= parsed
     reasoning = _value(given, "reasoning", "auto")
     if reasoning != "auto":
@@ -177,7 +182,7 @@ def _template_kwargs(given: Mapping[str, Given]) -> dict[str, object]:
 
 def _sampling(given: Mapping[str, Given]) -> dict[str, object]:
     """The request fields that flags set, validated once by building the parameters from them."""
-    from runtime import RequestError, SamplingParams
+    from runtime import SamplingParams
 
     fields: dict[str, object] = {}
     for key, name in SAMPLING_FIELDS.items():

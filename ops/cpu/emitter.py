@@ -154,6 +154,13 @@ class Emitter:
         other = ir.Constant(value.type, ir.Undefined) if other is None else other
         return self.b.shuffle_vector(value, other, self.constant(I32, lanes))
 
+    def vector_of(self, scalars: Sequence[Value]) -> Value:
+        """A vector of scalars of one type."""
+        values = ir.Constant(vector(scalars[0].type, len(scalars)), ir.Undefined)
+        for lane, scalar in enumerate(scalars):
+            values = self.insert(values, scalar, lane)
+        return values
+
     def concat(self, *values: Value) -> Value:
         """Vectors of one type, a power of two of them, one after the other."""
         parts = list(values)

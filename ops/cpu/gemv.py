@@ -43,7 +43,7 @@ def superblock_gemv(e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token
                     e.store(fmt.min_scale_bits(e, block), e.add(min_bits, bits_at))
                 x = [e.add(token.x, values_at) for token in tokens]
                 x_sums = [e.load(vector(I16, 16), e.add(t.sums, sums_at)) for t in tokens]
-                totals, min_totals = superblock_dots(e, fmt, block, x, x_sums)
+                totals, min_totals = superblock_dots(e, fmt, block, x, x_sums, tokens[0].arranged)
                 for i, total in enumerate(totals):
                     e.store(e.accumulator(total), e.add(sums[i], slot))
                 for i, total in enumerate(min_totals):
@@ -64,12 +64,14 @@ def superblock_gemv(e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token
 
 
 def superblock_dots(
-    e: Emitter, fmt: SuperBlock, block: Value, x: list[Value], x_sums: list[Value]
+    e: Emitter, fmt: SuperBlock, block: Value, x: list[Value], x_sums: list[Value], arranged: bool
 ) -> tuple[list[Value], list[Value]]:
     """Vectors whose lanes sum to each token's total (i32x16) and min total (i32x8) of a block.
 
-    x: addresses of 256 values; x_sums: i16x16 sums of 16 of them.
+    x: addresses of 256 values, perhaps in the format's arrangement; x_sums: i16x16 sums of 16.
     """
+    if arranged:
+        return fmt.dots(e, block, x), []
     sub = fmt.sub_scales(e, block)
     offset = fmt.byte_offset(e)
     totals = []

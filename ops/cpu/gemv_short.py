@@ -48,7 +48,7 @@ def short_gemv(e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token]) ->
                 e.store(fmt.min_scale_bits(e, block), e.add(min_bits, bits_at))
             x = [e.add(token.x, e.mul(unit, 256)) for token in tokens]
             x_sums = [e.load(vector(I16, 16), e.add(t.sums, e.mul(unit, 32))) for t in tokens]
-            totals, min_totals = superblock_dots(e, fmt, block, x, x_sums)
+            totals, min_totals = superblock_dots(e, fmt, block, x, x_sums, tokens[0].arranged)
             for i, total in enumerate(totals):
                 e.store(e.accumulator(total), e.add(sums[i], slot))
             for i, total in enumerate(min_totals):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llvmlite import ir
-
 from ops.cpu.emitter import F32, I1, I8, I16, I32, Emitter, Value, vector
 from ops.cpu.formats.kernel_format import CHUNK, SmallBlock
 from ops.cpu.gemv import PREFETCH_BYTES, SLOT, add_units
@@ -31,7 +29,7 @@ def small_gemv(e: Emitter, fmt: SmallBlock, m: Operands, tokens: list[Token]) ->
         for partial in partials:
             e.put(partial, e.zeros(F32, UNITS))
         with e.loop(0, n_units, UNITS) as first:
-            count = e.minimum(e.b.sub(n_units, first), UNITS)
+            count = e.minimum(e.b.sub(n_units, first), e.unseen(UNITS, m.weights))
             with e.loop(0, count, per_chunk) as lane:
                 unit = e.add(first, lane)
                 e.prefetch(fmt.block(e, blocks, unit), PREFETCH_BYTES, chunk_bytes)
@@ -94,21 +92,16 @@ def _stored_scales(
                 words = _first_words(e, fmt.block(e, blocks, first), fmt.block_bytes)
                 start = 16 if bits_of == fmt.min_scale_bits else 0
                 e.put(stored, e.b.trunc(e.shift_right(words, start), vector(kind, UNITS)))
+            elif fmt.units_per_block > 1 and not fmt.has_mins:
+                e.put(stored, fmt.whole_block_scales(e, blocks, first, UNITS))
             else:
                 units = [e.add(first, lane) for lane in range(UNITS)]
-                e.put(stored, _one_by_one(e, kind, [bits_of(e, blocks, unit) for unit in units]))
+                e.put(stored, e.vector_of([bits_of(e, blocks, unit) for unit in units]))
         with part:
             last = e.add(count, -1)
             units = [e.add(first, e.minimum(last, lane)) for lane in range(UNITS)]
-            e.put(stored, _one_by_one(e, kind, [bits_of(e, blocks, unit) for unit in units]))
+            e.put(stored, e.vector_of([bits_of(e, blocks, unit) for unit in units]))
     return e.get(stored)
-
-
-def _one_by_one(e: Emitter, kind: ir.Type, scalars: list[Value]) -> Value:
-    values = e.zeros(kind, len(scalars))
-    for lane, scalar in enumerate(scalars):
-        values = e.insert(values, scalar, lane)
-    return values
 
 
 def _first_words(e: Emitter, address: Value, stride: int) -> Value:

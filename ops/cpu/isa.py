@@ -11,12 +11,12 @@ from typing import Literal, get_args
 from numba.core.registry import cpu_target
 
 Isa = Literal["avx512", "avxvnni", "avx2", "portable"]
-"""avx512: F, BW, VL, DQ, VNNI, VBMI and GFNI together; avxvnni: AVX2 with 256-bit VNNI."""
+"""avx512: F, BW, VL, DQ, VNNI, VBMI and GFNI together, BMI2; avxvnni: AVX2 with 256-bit VNNI."""
 
 AVX2 = frozenset({"avx2", "fma", "f16c", "ssse3"})
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"})
 REQUIRED: dict[Isa, tuple[frozenset[str], ...]] = {
-    "avx512": (AVX2 | AVX512 | {"avx512vbmi", "gfni"},),
+    "avx512": (AVX2 | AVX512 | {"avx512vbmi", "gfni", "bmi2"},),
     "avxvnni": (AVX2 | {"avxvnni"}, AVX2 | AVX512),
     "avx2": (AVX2,),
     "portable": (frozenset(),),

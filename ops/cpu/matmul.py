@@ -19,6 +19,7 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from ops.cpu import gemm
+from ops.cpu.arrange import arrange
 from ops.cpu.emitter import Emitter, Value
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.formats.kernel_format import FloatFormat, KernelFormat, SmallBlock, SuperBlock
@@ -32,6 +33,8 @@ from ops.cpu.x86 import emitter_for
 
 SIGNATURE = types.void(*[types.int64] * 9)
 SCRATCH_BYTES = gemm.SCRATCH_BYTES
+ARRANGED_ELEMS = SCRATCH_BYTES // 4
+"""The longest row of which four vectors fit the scratch."""
 L2_ROWS_BYTES = 128 * 1024
 """Weights that several groups of tokens go through before the next rows: they stay in L2."""
 
@@ -93,12 +96,32 @@ def _emit_product(
         with many:
             gemm.emit_gemm(e, fmt, m, vectors, scratch)
         with few:
-            _emit_groups(e, fmt, m, vectors)
+            if isinstance(fmt, SuperBlock) and fmt.arrangement(e):
+                room = e.b.icmp_signed("<=", m.n_elems, e.i64(ARRANGED_ELEMS))
+                with e.b.if_else(room) as (fits, too_long):
+                    with fits:
+                        _emit_groups(e, fmt, m, vectors, scratch)
+                    with too_long, e.loop(0, vectors.n_tokens) as token:
+                        _emit_group(e, fmt, m, vectors.tokens(e, fmt, m.n_elems, token, 1))
+            else:
+                _emit_groups(e, fmt, m, vectors)
 
 
-def _emit_groups(e: Emitter, fmt: KernelFormat, m: Operands, vectors: Vectors) -> None:
+def _emit_groups(
+    e: Emitter, fmt: KernelFormat, m: Operands, vectors: Vectors, scratch: Value | None = None
+) -> None:
     """Tokens in groups of four, two and one, which share the unpacked weights; three count as
-    four.  All groups go through a few rows before the next rows."""
+    four.  All groups go through a few rows before the next rows.
+
+    scratch: room for a group's activations in the format's arrangement; None: as they are.
+    """
+
+    def emit(rows: Operands, first: Value, count: int) -> None:
+        tokens = vectors.tokens(e, fmt, m.n_elems, first, count)
+        if isinstance(fmt, SuperBlock) and scratch is not None:
+            tokens = arrange(e, fmt, tokens, m.n_elems, scratch)
+        _emit_group(e, fmt, rows, tokens)
+
     step = e.b.udiv(e.i64(L2_ROWS_BYTES), m.row_bytes)
     step = e.b.select(e.b.icmp_signed("<", step, e.i64(1)), e.i64(1), step)
     with e.loop(m.row_begin, m.row_end, step) as begin:
@@ -107,15 +130,15 @@ def _emit_groups(e: Emitter, fmt: KernelFormat, m: Operands, vectors: Vectors) -
             left = e.b.sub(vectors.n_tokens, first)
             with e.b.if_else(e.b.icmp_signed(">", left, e.i64(2))) as (several, at_most_two):
                 with several:
-                    _emit_group(e, fmt, rows, vectors.tokens(e, fmt, m.n_elems, first, 4))
+                    emit(rows, first, 4)
                 with (
                     at_most_two,
                     e.b.if_else(e.b.icmp_signed("==", left, e.i64(2))) as (two, one),
                 ):
                     with two:
-                        _emit_group(e, fmt, rows, vectors.tokens(e, fmt, m.n_elems, first, 2))
+                        emit(rows, first, 2)
                     with one:
-                        _emit_group(e, fmt, rows, vectors.tokens(e, fmt, m.n_elems, first, 1))
+                        emit(rows, first, 1)
 
 
 def _emit_group(e: Emitter, fmt: KernelFormat, m: Operands, tokens: list[Token]) -> None:

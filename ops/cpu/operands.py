@@ -25,12 +25,16 @@ class Operands:
 
 @dataclass(frozen=True)
 class Token:
-    """One vector's record, the two parts behind its values, and where its results go."""
+    """One vector's record, the two parts behind its values, and where its results go.
+
+    arranged  x is in the order of the format's `arrangement`
+    """
 
     x: Value
     scales: Value
     sums: Value
     y: Value
+    arranged: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -47,9 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough (`hotexpert inspect | head`); nothing more can be printed.
         sys.stderr.close()
         return FAILED
+    except OSError as error:  # a full disk behind `hotexpert inspect > FILE`, for one
+        print(f"hotexpert {name}: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        print(file=sys.stderr, flush=True)
+        leave_compiler_behind(INTERRUPTED)
         return INTERRUPTED
+
+
+def leave_compiler_behind(status: int) -> None:
+    """End the process here where a cancelled load still compiles; else return."""
+    from runtime.engine.opening import left_behind
+
+    if left_behind():
+        os._exit(status)
 
 
 def run_command(name: str, words: Sequence[str]) -> int:

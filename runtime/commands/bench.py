@@ -169,7 +169,7 @@ def machine_facts(engine: Engine) -> Row:
     """llama-bench's keys that the engine decides."""
     from runtime.commands import program_version
     from runtime.commands.machine import cpu_name
-    from runtime.commands.model_type import model_type
+    from runtime.models.model_type import model_type
 
     model, executor = engine.model, engine.executor.describe()
     return {

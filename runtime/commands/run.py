@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from runtime.commands.options import (
     sampling_params,
     whole_number,
 )
-from runtime.commands.terminal import LineReader, note, show, stoppable
+from runtime.commands.terminal import LineReader, is_terminal, note, show, stoppable
 from runtime.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-f", "--file", metavar="FILE", help="read the prompt from a file")
     add("-n", "--predict", "--n-predict", type=whole_number(-1), default=-1, metavar="N",
         help="tokens of an answer at most; -1: until it ends (default)")  # fmt: skip
-    add("-st", "--single-turn", action="store_true", help="end after one answer")
+    add(
+        "-st",
+        "--single-turn",
+        action="store_true",
+        help="end after one answer, as a prompt does where standard input is no terminal",
+    )
     add("-sys", "--system-prompt", metavar="TEXT", help="what the model is told first")
     add("--raw", action="store_true", help="complete the prompt as it is, without chat template")
     add("--no-display-prompt", action="store_true", help="with --raw: print only what is new")
@@ -54,6 +60,11 @@ def run(settings: argparse.Namespace) -> int:
     prompt = read_prompt(settings)
     if settings.raw and prompt is None:
         raise ConfigError("--raw needs a prompt: -p TEXT or -f FILE")
+    if not settings.raw and prompt is None and sys.stdin is None:
+        raise ConfigError("standard input is closed: give a prompt with -p TEXT or -f FILE")
+    if prompt is not None and not is_terminal():
+        # A script that gives a prompt wants one answer, and its own standard input left alone.
+        settings.single_turn = True
     return asyncio.run(open_and_talk(settings, prompt))
 
 

@@ -84,6 +84,11 @@ async def stoppable(work: Coroutine[Any, Any, Result]) -> Result | None:
             return None
 
 
+def is_terminal() -> bool:
+    """Whether somebody can type."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def show(text: str) -> None:
     """Print a piece of an answer at once."""
     print(text, end="", flush=True)

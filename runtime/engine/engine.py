@@ -16,8 +16,9 @@ from runtime.config import EngineConfig
 from runtime.engine.answer import Answer
 from runtime.engine.executor import Executor
 from runtime.engine.kv_cache import KVCache
+from runtime.engine.opening import open_off_loop
 from runtime.engine.params import SamplingParams, defaults_from_metadata
-from runtime.engine.placement import Opened, open_placed
+from runtime.engine.placement import Opened
 from runtime.engine.sampler import Sampler
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
 from runtime.engine.scheduler import Scheduler
@@ -49,12 +50,13 @@ async def open_engine(
     """Load the model off the loop and serve until the block ends.
 
     progress: where the load stands, readable meanwhile (`progress.state.phase`), for /health.
+    Cancelling the load ends it at once; a thread may compile on for a moment and then cleans up.
     An engine whose own steps fail cancels the block and leaves it with the cause.
     Raises: ConfigError, ModelError, DeviceError.
     """
     progress = progress or Progress()
     async with AsyncExitStack() as stack:
-        opened = await _open_off_loop(config, progress)
+        opened = await open_off_loop(config, progress)
         stack.push_async_callback(opened.close)
         helper = ThreadPoolExecutor(1, thread_name_prefix="engine helper")
         # Nobody waits for its work any more when the block ends, and joining would block the loop.
@@ -73,19 +75,6 @@ async def open_engine(
             # One thing went wrong: the block's own exception, or the step that failed and cancelled
             # the block.
             raise engine.failure or group.exceptions[0] from group.exceptions[0].__cause__
-
-
-async def _open_off_loop(config: EngineConfig, progress: Progress) -> Opened:
-    loop = asyncio.get_running_loop()
-    opening = loop.run_in_executor(None, open_placed, config, progress)
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        # The thread cannot be stopped; what it opens must not be left behind.
-        await asyncio.wait([opening])
-        if opening.exception() is None:
-            await opening.result().close()
-        raise
 
 
 class EngineState(Enum):

@@ -55,7 +55,11 @@ class Gate:
 
 
 class FakeExecutor:
-    """An Executor over NumPy pages of tokens.  `steps` holds every step it was given, in order."""
+    """An Executor over NumPy pages of tokens.
+
+    steps        every step it was given, in order, where `keep_steps` is set;  n_steps: how many
+    is_running   whether it is at work on one
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class FakeExecutor:
         self.n_steps = 0
         self.next_token = next_token
         self.is_closed = False
+        self.is_running = False
         self._limits = limits
         self._bias = np.zeros(limits.n_vocab, np.float32) if bias is None else bias
         # i32[n_pages, page_tokens, 2]: token, position
@@ -77,7 +82,6 @@ class FakeExecutor:
         self._gate: Gate | None = None
         self._fail_if: Callable[[Step], bool] | None = None
         self._error: BaseException | None = None
-        self._is_running = False
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -110,16 +114,16 @@ class FakeExecutor:
         return self._cells[page, :, 0].copy()
 
     async def run(self, step: Step) -> StepResult:
-        if self._is_running or self.is_closed:
+        if self.is_running or self.is_closed:
             raise EngineBug("a step came while another was running, or after the end")
-        self._is_running = True
+        self.is_running = True
         try:
             await asyncio.sleep(0)
             if self._gate is not None:
                 await self._gate.wait()
             return self._perform(step)
         finally:
-            self._is_running = False
+            self.is_running = False
 
     def save_pages(self, pages: list[int]) -> bytes:
         self._refuse_to_block("save_pages")

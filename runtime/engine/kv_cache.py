@@ -264,12 +264,16 @@ class KVCache:
         self, table: PageTable, tokens: Sequence[int], limit: int
     ) -> tuple[int | None, int]:
         """The page that shares most of what follows the pages of `table`, and how many tokens."""
-        wanted = tokens[table.n_cached : min(table.n_cached + self.page_tokens, limit)]
-        best, n_best = None, 0
+        wanted = list(tokens[table.n_cached : min(table.n_cached + self.page_tokens, limit)])
+        best, n_best, longer = None, 0, wanted[:1]
         for page in self._children.get(_end(table.chain), ()):
-            n_common = _common(self._contents[page].tokens, wanted)
-            if n_common > n_best:
-                best, n_best = page, n_common
+            if n_best == len(wanted):
+                break
+            # Thousands of conversations may begin alike: most are dismissed by one comparison.
+            content = self._contents[page].tokens
+            if content[: n_best + 1] == longer:
+                best, n_best = page, _common(content, wanted)
+                longer = wanted[: n_best + 1]
         return best, n_best
 
     def _record_part(self, table: PageTable, tokens: Sequence[int]) -> None:

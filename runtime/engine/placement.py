@@ -50,6 +50,8 @@ class Device:
 def _open_cpu(
     model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
 ) -> Executor:
+    # The first import on a machine compiles for seconds.
+    progress.start("preparing kernels")
     from ops.cpu.kv_layout import PAGE_TOKENS
     from runtime.engine.cpu_executor import open_cpu_executor
 

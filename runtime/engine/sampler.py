@@ -26,6 +26,7 @@ from runtime.engine.sampling_vocabulary import SamplingVocabulary
 from runtime.errors import ComputeError, EngineBug, RequestError
 
 TokenProbs = tuple[tuple[int, float], ...]
+ONE_PASS = "eds"  # samplers that look at all logits once, at most, and exponentiate none
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,9 @@ class Sampler:
         self._n_vocab = vocabulary.n_vocab
         self._bias = _bias_arrays(params, vocabulary)
         self._chain, self._greedy = _plan(params)
-        self.is_quick = self._greedy or any(row.letter == "k" for row in self._chain[:2])
+        head, top_k, _ = "".join([row.letter for row in self._chain]).partition("k")
+        few_left = bool(top_k or self._greedy) and set(head) <= set(ONE_PASS)
+        self.is_quick = few_left and not params.wants_logprobs
         self._adaptive = _runs("adaptive_p", params)
         self._window = TokenWindow(params.repeat_last_n if _runs("penalties", params) else 0)
         self._dry_tokens: deque[int] = deque(maxlen=0)

@@ -108,7 +108,7 @@ def largest(z: Floats, k: int) -> Ids:
         bound = maxima[n_sets - k]
     else:
         bound = np.partition(z, n - k)[n - k]
-    index = (z >= bound).nonzero()[0]
+    index: Ids = (z >= bound).nonzero()[0]
     return index[descending(z[index])[:k]]
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,10 +25,12 @@ from runtime.errors import ComputeError, EngineError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Choosing tokens from more logits than this takes over a millisecond, which the loop should not
-# stand still.  Logits that one pass reduces to a few count once, others as the passes they take.
-INLINE_LOGITS = 300_000
+# Choosing a token from more logits than this takes over a millisecond: it happens off the loop.
+# Logits that one pass reduces to a few count once, others as the passes that they take.
+INLINE_LOGITS = 200_000
 SLOW_PASSES = 8
+# Answering many sequences gives the loop a turn this often.
+TURN_SECONDS = 1e-3
 
 
 class StepLoop:
@@ -167,7 +170,7 @@ class StepLoop:
 
     async def _answer(self, ready: list[tuple[int, Sequence]], logits: F32) -> None:
         """Choose the next token of every sequence in `ready` and send it."""
-        wanting = []
+        turn_began = time.perf_counter()
         for row, sequence in ready:
             answer = self._answers.get(sequence)
             if answer is None or sequence.cancel_wanted:
@@ -175,20 +178,18 @@ class StepLoop:
             if answer.n_remain == 0:
                 answer.fill_only()
                 self._end(sequence, State.FINISHED)
-            else:
-                wanting.append((answer, logits[row]))
-        if not wanting:
-            return
-        n_passes = sum(1 if answer.sampler.is_quick else SLOW_PASSES for answer, _ in wanting)
-        if n_passes * self.executor.limits.n_vocab <= INLINE_LOGITS:
-            outcomes = [choose(answer, row) for answer, row in wanting]
-        else:
-            outcomes = await self.off_loop(lambda: [choose(*pair) for pair in wanting])
-        for (answer, _), outcome in zip(wanting, outcomes, strict=True):
+                continue
+            n_passes = 1 if answer.sampler.is_quick else SLOW_PASSES
+            work = partial(choose, answer, logits[row])
+            is_small = n_passes * self.executor.limits.n_vocab <= INLINE_LOGITS
+            outcome = work() if is_small else await self.off_loop(work)
             if isinstance(outcome, EngineError):
-                self._fail(answer.sequence, outcome)
+                self._fail(sequence, outcome)
             elif answer.take(outcome):
-                self._end(answer.sequence, State.FINISHED)
+                self._end(sequence, State.FINISHED)
+            if time.perf_counter() - turn_began > TURN_SECONDS:
+                await asyncio.sleep(0)
+                turn_began = time.perf_counter()
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         logger.warning("%r failed: %s", sequence, error)

@@ -13,6 +13,7 @@ from pathlib import Path
 from runtime.errors import CorruptModel, ModelError
 from runtime.models.gguf_header import MetadataValue, TensorInfo
 from runtime.models.hyperparameters import Hyperparameters
+from runtime.models.model_type import label
 from runtime.models.rope import RopePairing, RopeSpec, YarnSpec
 from runtime.models.spec import (
     AttentionSpec,
@@ -261,5 +262,4 @@ def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _name(metadata: Mapping[str, MetadataValue], path: Path) -> str:
-    name = metadata.get("general.name")
-    return name if isinstance(name, str) and name else path.stem
+    return label(metadata.get("general.name")) or label(path.stem)

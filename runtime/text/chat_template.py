@@ -25,11 +25,21 @@ if TYPE_CHECKING:
 
     from runtime.text.tokenizer import Tokenizer
 
-__all__ = ["BUILTIN_TEMPLATES", "GUARD", "ChatTemplate", "without_guard"]
+__all__ = ["BUILTIN_TEMPLATES", "GUARD", "ChatTemplate", "check_variables", "without_guard"]
 
 MAX_SOURCE = 1 << 17  # ten times the largest in use; what fits compiles in a few seconds
 _END_OF_FINAL_MESSAGE = "\ufdd1"  # a noncharacter, as GUARD
-_RESERVED = ("bos_token", "eos_token", "raise_exception", "strftime_now", "namespace", "range")
+_RESERVED = (
+    "bos_token", "eos_token", "raise_exception", "strftime_now", "namespace", "range",
+    "self", "messages", "tools", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Raises: RequestError for a template variable whose value comes from elsewhere."""
+    for name in names:
+        if name in _RESERVED:
+            raise RequestError("chat_template_kwargs", f"'{name}' cannot be set")
 
 
 class ChatTemplate:
@@ -110,9 +120,7 @@ class ChatTemplate:
             return self._tool_use.render(
                 messages, tools, add_generation_prompt, continue_final_message, **kwargs
             )
-        for name in kwargs:
-            if name in _RESERVED:
-                raise RequestError("chat_template_kwargs", f"'{name}' cannot be set")
+        check_variables(kwargs)
         turns = [self._guard.message(message) for message in adapted(messages, self.capabilities)]
         if continue_final_message:
             turns = _with_mark(turns)

@@ -5,10 +5,12 @@ llama-server.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from aiohttp import web
 
 from runtime.errors import EngineError
+from runtime.models.model_type import file_type_name
 from server.body import json_response, read_request
 from server.build import BUILD_INFO
 from server.errors import NotSupported
@@ -28,7 +30,7 @@ async def props(request: web.Request) -> web.StreamResponse:
             },
             "total_slots": limits.n_parallel,
             "model_alias": service.model_name,
-            "model_ftype": engine.model.file_type,
+            "model_ftype": file_type_name(engine.model.file_type),
             "model_path": str(service.model_path or ""),
             "modalities": {"vision": False, "video": False, "audio": False},
             **await asyncio.to_thread(_chat_template, service),
@@ -60,10 +62,11 @@ def _chat_template(service: Service) -> dict[str, object]:
         template = service.chat_template
     except EngineError:
         return {"chat_template": "", "chat_template_caps": {}}
-    return {
-        "chat_template": template.source,
-        "chat_template_caps": template.capabilities.as_dict(),
-    }
+    try:
+        capabilities: Mapping[str, object] = template.capabilities.as_dict()
+    except EngineError:  # a template that fails its limits says nothing about itself
+        capabilities = {}
+    return {"chat_template": template.source, "chat_template_caps": capabilities}
 
 
 def _special(service: Service, name: str) -> str:

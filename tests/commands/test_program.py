@@ -101,6 +101,20 @@ def test_a_broken_model_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1 and "broken.gguf" in done.stderr
 
 
+def test_a_full_disk_behind_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from runtime.commands import main; main(['inspect'])"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert "hotexpert inspect: " in done.stderr
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("hotexpert ")

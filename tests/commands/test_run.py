@@ -76,6 +76,26 @@ def test_single_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain != told
 
 
+def test_a_prompt_without_a_terminal_is_one_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`while read line; do hotexpert run -p "$line"; done` keeps its lines, and sees failures."""
+    with typed("never read\n", monkeypatch):
+        assert main([*FAKE, "-p", "Hello", "-n", "4"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1
+        assert main([*FAKE, "-p", "x" * 300, "-n", "4", "-c", "128"]) == 1
+        assert "more than the context of 128" in capsys.readouterr().err
+
+
+def test_a_closed_standard_input_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(FAKE) == 1
+    assert "standard input is closed" in capsys.readouterr().err
+    assert main([*FAKE, "-p", "Hello", "-n", "4"]) == 0
+
+
 def test_chat_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 import runtime
+from runtime.engine.sequence import Sequence
 from runtime.engine.step import StepKind
 from tests.support.fake_engine import GREEDY, fake, ids, read, text
 
@@ -128,6 +131,74 @@ async def test_several_completions_share_the_prompt() -> None:
         seed = runtime.SamplingParams(seed=3 + index, max_tokens=10, ignore_eos=True)
         assert ids(tokens, index) == await alone(LONG, seed)
     assert sum(token.finish_reason is not None for token in tokens) == 6
+
+
+async def test_a_token_is_read_while_the_next_step_runs() -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        params = GREEDY(max_tokens=8, ignore_eos=True)
+        during = [fake(engine).is_running async for _ in engine.generate("Hello", params)]
+    assert during == [True] * 7 + [False]
+
+
+async def test_every_step_gives_the_loop_a_turn() -> None:
+    """The fake device answers at once: nothing else could run if the steps did not let it."""
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with runtime.open_engine(CONFIG) as engine:
+        ticking = asyncio.create_task(tick())
+        await read(engine, "Hello", GREEDY(max_tokens=50, ignore_eos=True))
+        ticking.cancel()
+    assert turns >= 50
+
+
+async def test_ended_requests_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Finished, failed, cancelled and abandoned ones: only each slot's last answer stays."""
+    caplog.set_level("ERROR", "runtime.engine.step_loop")  # pytest's records hold what failed
+    params = GREEDY(max_tokens=3, ignore_eos=True)
+    forbidden = dict.fromkeys(range(259), -float("inf"))
+
+    async def leave_early(number: int) -> None:
+        async for _ in engine.generate([number, 2, 3], params):
+            break
+
+    async def fail(number: int) -> None:
+        with pytest.raises(runtime.RequestError):
+            await read(engine, [number, 4], replace(params, logit_bias=forbidden))
+
+    async def cancel(number: int) -> None:
+        task = asyncio.create_task(read(engine, [number, 5], params))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    async with runtime.open_engine(CONFIG) as engine:
+        for number in range(20):
+            await asyncio.gather(
+                read(engine, [number, 1], params, n=2),
+                leave_early(number),
+                fail(number),
+                cancel(number),
+            )
+        await read(engine, "Bye", params)  # whatever was cancelled last has left by now
+        gc.collect()
+        sequences = [thing for thing in gc.get_objects() if isinstance(thing, Sequence)]
+        counts = engine.statistics()
+    assert len(sequences) <= 4
+    assert counts.counters.requests_failed == 20
+    assert counts.n_pages_free + counts.n_pages_cached == counts.n_pages
+
+
+async def test_a_reading_of_the_counters_does_not_change() -> None:
+    async with runtime.open_engine(CONFIG) as engine:
+        before = engine.statistics().counters
+        await read(engine, "Hello")
+        assert (before.predicted_tokens, engine.statistics().counters.predicted_tokens) == (0, 12)
 
 
 async def test_closing_the_iterator_frees_the_sequence_within_a_step() -> None:
@@ -278,6 +349,33 @@ async def test_a_big_vocabulary_is_sampled_off_the_loop(monkeypatch: pytest.Monk
         monkeypatch.setattr(step_loop, "INLINE_LOGITS", 0)
         assert ids(await read(engine, "Hello")) == ids(inline)
     assert all(name.startswith("engine helper") for name in threads)
+
+
+async def test_many_answers_of_a_step_give_the_loop_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.engine import step_loop
+
+    turns = 0
+    seen: list[int] = []
+    plain = step_loop.choose
+
+    def spy(*args: object) -> object:
+        seen.append(turns)
+        return plain(*args)
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    monkeypatch.setattr(step_loop, "choose", spy)
+    monkeypatch.setattr(step_loop, "TURN_SECONDS", -1.0)  # every answer takes too long
+    params = runtime.SamplingParams(seed=3, max_tokens=3, ignore_eos=True)
+    async with runtime.open_engine(CONFIG) as engine:
+        ticking = asyncio.create_task(tick())
+        await read(engine, LONG, params, n=4)
+        ticking.cancel()
+    assert len(seen) == len(set(seen)) == 12  # no two answers in one turn
 
 
 def test_two_engines_in_two_threads() -> None:

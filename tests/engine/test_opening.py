@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
-from contextlib import redirect_stderr
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, redirect_stderr
 
 import pytest
 
 import runtime
 from runtime.config import ContextShape, EngineConfig, context_shape
-from runtime.engine import fake_model
+from runtime.engine import fake_model, opening
+from runtime.engine.placement import Opened, open_placed
 from tests.support.fake_engine import GREEDY, read
 
 SHAPES = [
@@ -72,3 +78,89 @@ async def test_without_a_tokenizer_ids_work_and_text_is_a_typed_error(
             await read(engine, "Hello")
         with pytest.raises(runtime.TemplateError):
             _ = engine.chat_template
+
+
+class SlowLoad:
+    """An opening that stands still until it is let go; `ended` is set when its thread is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, looks_up: bool) -> None:
+        """looks_up: whether it reports progress before it ends."""
+        self.began = threading.Event()
+        self.go_on = threading.Event()
+        self.ended = threading.Event()
+        self.closed = threading.Event()
+        self.error: BaseException | None = None
+        self._looks_up = looks_up
+        self._config = EngineConfig(device="fake")
+        monkeypatch.setattr(opening, "open_placed", self._open)
+
+    def _open(self, _: EngineConfig, progress: runtime.Progress) -> Opened:
+        self.began.set()
+        assert self.go_on.wait(10)
+        with ExitStack() as resources:
+            resources.callback(self.ended.set)
+            if self._looks_up:
+                try:
+                    progress.advance()
+                except BaseException as error:
+                    self.error = error
+                    raise
+            opened = open_placed(self._config, runtime.Progress())
+            opened.resources.callback(self.closed.set)
+        return opened
+
+
+@pytest.mark.parametrize("looks_up", [True, False])
+async def test_a_cancelled_load_is_left_at_once_and_cleans_up(
+    monkeypatch: pytest.MonkeyPatch, looks_up: bool
+) -> None:
+    load = SlowLoad(monkeypatch, looks_up=looks_up)
+
+    async def use() -> None:
+        async with runtime.open_engine(EngineConfig(device="fake")):
+            raise AssertionError("the load cannot have ended")
+
+    task = asyncio.create_task(use())
+    assert await asyncio.to_thread(load.began.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task  # while the thread stands still
+    assert opening.left_behind()
+    load.go_on.set()
+    assert await asyncio.to_thread(load.ended.wait, 10)
+    if looks_up:
+        assert isinstance(load.error, CancelledError)
+    else:
+        assert await asyncio.to_thread(load.closed.wait, 10)
+
+
+async def test_what_fails_to_open_raises_and_leaves_no_thread() -> None:
+    with pytest.raises(runtime.ModelError):
+        async with runtime.open_engine(EngineConfig(model="/nowhere.gguf")):
+            pass
+    for thread in threading.enumerate():
+        if thread.name == opening.THREAD_NAME:
+            thread.join(10)
+    assert not opening.left_behind()
+
+
+INTERRUPTED_LOAD = """
+import os, signal, sys, time
+from runtime.commands import main
+from runtime.engine import opening
+
+def open_placed(config, progress):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1000)
+
+opening.open_placed = open_placed
+sys.exit(main(["run", "--raw", "-p", "Hello"]))
+"""
+
+
+def test_ctrl_c_ends_the_program_while_a_thread_loads() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_LOAD], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 130, ended.stderr
+    assert "Traceback" not in ended.stderr

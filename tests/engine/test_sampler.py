@@ -301,7 +301,7 @@ def test_greedy() -> None:
 
 def test_equal_logits_go_by_id() -> None:
     rng = np.random.default_rng(2)
-    for n in (50, 3000, 20000):
+    for n in (50, 600, 3000, 20000):
         z = rng.integers(-3, 3, n).astype(np.float32)
         z[z == 0] *= rng.choice([-1.0, 1.0])
         z[: n // 10] = -np.inf
@@ -309,6 +309,24 @@ def test_equal_logits_go_by_id() -> None:
         assert descending(z).tolist() == wanted
         for k in (1, 40, n // 20, n // 2, n):
             assert largest(z, k).tolist() == wanted[:k]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_quick"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.0, "logprobs": True}, False),
+        ({"repeat_penalty": 1.1}, True),
+        ({"top_k": 0}, False),
+        ({"samplers": "ptk"}, False),
+        ({"temperature": 0.0, "typical_p": 0.5}, True),
+        ({"temperature": 0.0, "typical_p": 0.5, "samplers": "ykt"}, False),
+        ({"mirostat": 2}, False),
+    ],
+)
+def test_what_takes_many_passes_over_the_logits_is_known(fields: dict, is_quick: bool) -> None:
+    assert Sampler(SamplingParams(**fields), SamplingVocabulary(100)).is_quick is is_quick
 
 
 def test_logprobs_are_raw() -> None:

@@ -211,6 +211,23 @@ def test_siblings_wait_for_the_prompt_and_share_it() -> None:
     assert {page for page, _ in step_of(plan).page_copies} <= {leader.pages.pages[2]}
 
 
+def test_the_latest_leaves_first_even_where_it_began_before_older_ones() -> None:
+    s = scheduler(n_pages=8, n_batch=8)
+    leader = prompt(1, 10)
+    sibling = Sequence(2, leader.tokens, leader=leader)
+    late = prompt(3, 2, first=90)
+    for sequence in (leader, sibling, late):
+        s.add(sequence)
+    while sibling.state is State.WAITING:
+        advance(s)
+    assert late.n_computed > 0
+
+    plan = advance(s)
+    while not plan.saves:
+        plan = advance(s)
+    assert [save.sequence for save in plan.saves] == [late]
+
+
 def test_page_copies_are_asked_for_once() -> None:
     s = scheduler()
     first = prompt(1, 6)

@@ -13,6 +13,7 @@ from runtime.config import BUNDLED_MODEL
 from runtime.errors import CorruptModel, ModelError, UnsupportedArchitecture
 from runtime.models import ARCHITECTURES, open_model
 from runtime.models.inspect import inspect_model
+from runtime.models.model_type import model_type
 from runtime.models.rope import RopePairing, rope_frequencies
 from runtime.models.sizes import model_sizes
 from runtime.models.spec import AttentionSpec, DenseSpec, Linear, MoeSpec, QKNorm, RouterScore
@@ -304,3 +305,14 @@ def test_inspection_of_the_bundled_model() -> None:
     metadata = dict(inspection.metadata)
     assert metadata["tokenizer.ggml.tokens"].endswith("(12288)")
     assert all(len(value) < 500 and "\n" not in value for value in metadata.values())
+
+
+def test_names_of_a_file_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[31mname\r\n" + "x" * 1000
+    tiny = TINY_MODELS["olmoe"]()
+    tiny.metadata |= {"general.name": evil, "general.size_label": evil}
+    with open_model(tiny.write(tmp_path / "evil.gguf")) as model:
+        for text in (model.spec.name, model_type("olmoe", model.metadata, 15)):
+            assert text.isprintable()
+            assert "name" in text
+            assert len(text) < 200

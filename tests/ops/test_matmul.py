@@ -13,7 +13,7 @@ from ops.cpu import isa as isa_module
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.gemm import MAX_ELEMS
 from ops.cpu.isa import UnsupportedIsa, choose_isa, runnable_isas
-from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
+from ops.cpu.matmul import ARRANGED_ELEMS, SCRATCH_BYTES, matmul_address
 from ops.quants import FORMATS
 from ops.quants.block import F32, U8
 from tests.support.blocks import random_rows
@@ -72,6 +72,16 @@ def test_the_longest_panel_fits_the_scratch_and_longer_rows_need_none(name: str)
         records = quantize_rows(fmt.activation, x)
         y = Kernel(name, runnable_isas()[0], weights, records).run(n, (0, 1), 8)
         assert_same_bits(y, dot_rows(fmt, weights, records), f"n={n}")
+
+
+def test_rows_too_long_to_put_in_order_are_multiplied_as_they_are() -> None:
+    n = (ARRANGED_ELEMS // 256 + 1) * 256
+    fmt = FORMATS["IQ3_XXS"]
+    weights = random_rows(fmt, 1, n, seed=5)
+    x = np.random.default_rng(6).normal(size=(2, n)).astype(np.float32)
+    records = quantize_rows(fmt.activation, x)
+    y = Kernel("IQ3_XXS", runnable_isas()[0], weights, records).run(n, (0, 1), 2)
+    assert_same_bits(y, dot_rows(fmt, weights, records), f"n={n}")
 
 
 def test_an_unknown_format_lists_the_known_ones() -> None:

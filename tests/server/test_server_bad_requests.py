@@ -171,6 +171,8 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type":
         ({"logprobs": True, "top_logprobs": 21}, 400), ({"reasoning_format": "x"}, 400),
         ({"reasoning_format": "none", "reasoning_effort": "high"}, 200),
         ({"continue_final_message": True}, 400), ({"chat_template_kwargs": {"a": 1}}, 200),
+        *[({"chat_template_kwargs": {name: 1}}, 400) for name in
+          ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")],
     ],
 )  # fmt: skip
 async def test_what_is_not_implemented_is_said(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ async def test_models(served: Served) -> None:
     assert status == 200
     assert body["data"][0]["id"] == body["models"][0]["name"] == "fake"
     assert body["data"][0]["meta"]["n_vocab"] == 259
+    assert body["data"][0]["meta"]["vocab_type"] == 2
+    # Ollama's clients read strings here, present or not.
+    assert body["models"][0]["details"]["family"] == ""
     assert await served.get("/models") == (status, body)
 
 
@@ -131,10 +135,34 @@ async def test_own_chat_template() -> None:
         assert body == {"prompt": "[hi]?"}
 
 
+async def test_a_slow_template_of_the_command_line_does_not_hold_up_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+
+    def compile_slowly(*_: object) -> None:
+        threads.append(threading.current_thread())
+
+    monkeypatch.setattr("server.service._override", compile_slowly)
+    async with serving(chat_template="{{ 1 }}"):
+        assert threads
+        assert threads[0] is not threading.main_thread()
+
+
+async def test_props_survive_a_template_that_fails_its_limits() -> None:
+    template = "{{ 'a' * 10**9 }}"
+    async with serving(chat_template=template) as served:
+        status, body = await served.get("/props")
+        assert status == 200
+        assert (body["chat_template"], body["chat_template_caps"]) == (template, {})
+        assert (await served.post("/v1/chat/completions", CHAT))[0] == 400
+
+
 async def test_props(served: Served) -> None:
     status, body = await served.get("/props")
     assert status == 200
     assert body["total_slots"] == 4
+    assert body["model_ftype"] == ""  # a name such as "Q4_K - Medium"; the fake model has none
     assert body["default_generation_settings"]["n_ctx"] == 4096
     assert body["default_generation_settings"]["params"]["top_k"] == 40
     assert "im_start" in body["chat_template"]

@@ -56,6 +56,8 @@ def test_forms() -> None:
         (["--api-prefix", "x"], "api-prefix"), (["--slot-save-path", "/no/such"], "slot-save-path"),
         (["--api-key-file", "/no/such"], "api-key-file"), (["--api-key", ","], "no key"),
         (["--chat-template-kwargs", "{"], "JSON"),
+        (["--chat-template-kwargs", '{"messages": []}'], "'messages' cannot be set"),
+        (["-m", ""], "-m: the file's name is empty"),
         (["--top-n-sigma", "nan"], "top_n_sigma"), (["-l", "x"], "logit-bias"), (["-ctk", "q3"],
         "cache_type_k"),
         (["-np", "0"], "n_parallel"), (["--repeat-penalty", "0"], "repeat_penalty"),
@@ -135,11 +137,16 @@ def test_settings(tmp_path: Path) -> None:
 
 def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_MOE_CACHE_STATS", "1")
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZ", "64")
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     given = parse("-ngl", "99", "--moe-expert-cache", "-1", "-fa", "on", "-c", "64")
     lines = cli.explain(given, engine_config(given, None), server_settings(given))
     text = "\n".join(lines)
-    for name in ("-ngl", "--moe-expert-cache", "-fa", "LLAMA_MOE_CACHE_STATS"):
+    for name in (
+        "-ngl", "--moe-expert-cache", "-fa", "LLAMA_MOE_CACHE_STATS", "LLAMA_ARG_CTX_SIZ"
+    ):  # fmt: skip
         assert f"note: {name} has no effect: " in text
+    assert "LLAMA_ARG_CTX_SIZE " not in text
     assert "DEMONSTRATION" in text
     assert "context: 64, set by -c" in text
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from urllib.parse import urlsplit
 
 import pytest
@@ -167,6 +169,22 @@ async def test_hostile_headers(served: Served, pieces: list[bytes]) -> None:
     answer = await exchange(served, *pieces)
     assert b"200 OK" not in answer
     assert b" 500 " not in answer
+    if answer:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"aiohttp" not in head
+        assert b"Content-Type: application/json" in head
+        error = json.loads(body)["error"]
+        assert (error["type"], error["code"]) in {
+            ("invalid_request_error", 400), ("invalid_request_error", 431)
+        }  # fmt: skip
+
+
+async def test_malformed_http_does_not_fill_the_log(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    for line in (b"\x16\x03\x01", b"GET http://[::1/health HTTP/1.1", b"GET / HTTP/1.1\r\nA b: c"):
+        assert b"malformed HTTP" in await exchange(served, line + b"\r\n\r\n")
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert (await served.get("/health"))[0] == 200
 
 

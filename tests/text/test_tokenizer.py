@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,29 @@ class TestLinearTime:
         started = time.perf_counter()
         assert len(model.encode("a" * 60_000, add_special=False)) == 7500 + 3
         assert time.perf_counter() - started < 4.0
+
+    def test_long_texts_let_other_threads_run(self, bundled: Tokenizer) -> None:
+        """A server's loop must turn while a megabyte is tokenized on another thread."""
+        text = "x" * 500_000 + "hello world " * 40_000
+        gaps = [0.0]
+        ended = threading.Event()
+
+        def watch() -> None:
+            last = time.perf_counter()
+            while not ended.wait(0.001):
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        started = time.perf_counter()
+        ids = bundled.encode(text)
+        seconds = time.perf_counter() - started
+        ended.set()
+        watcher.join()
+        assert max(gaps) < seconds / 2
+        assert bundled.decode(ids) == text
 
 
 def broken(change: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ see `ops.cpu.formats.codebook_vbmi`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from llvmlite import ir
@@ -34,6 +34,26 @@ def entry_table(e: Emitter, name: str, factor: int, offset: int) -> Value:
         table = cgutils.global_constant(e.b.module, symbol, ir.Constant(kind, words))
         table.align = 64
     return e.b.ptrtoint(table, I64)
+
+
+def pinned(e: Emitter, element: ir.Type, values: Iterable[int]) -> Value:
+    """`Emitter.constant` of integers that stays in a register through an inner loop.
+
+    The compiler keeps constants in memory and reads them, through an address it makes each time,
+    wherever they are used: up to a fifth of a kernel's time.  So it must not see that this is one.
+    """
+    n_bytes, values = element.width // 8, list(values)
+    data = b"".join((v % (1 << element.width)).to_bytes(n_bytes, "little") for v in values)
+    kind = ir.ArrayType(I8, len(data))
+    symbol = f"pinned.{data.hex()}"
+    table = e.b.module.globals.get(symbol)
+    if table is None:
+        table = cgutils.global_constant(e.b.module, symbol, ir.Constant(kind, bytearray(data)))
+        table.align = 64
+    address = e.b.ptrtoint(table, I64)
+    value = e.load(vector(element, len(values)), e.add(address, e.unseen(0, address)))
+    value.set_metadata("invariant.load", e.b.module.add_metadata([]))
+    return value
 
 
 def entries(e: Emitter, table: Value, codes: Value, bits: int) -> Value:

@@ -1,4 +1,4 @@
-"""Grid lookups in AVX-512 registers: byte tables by vpermi2b, bit fields by multishift and GFNI.
+"""Grid lookups in AVX-512 registers: byte tables by vpermb, bit fields by multishift and GFNI.
 
 A grid has few distinct magnitudes, so an entry is kept as short codes, two bytes in all: the first
 byte plane holds the codes of its first half, the second those of the rest.  Codes are chosen so
@@ -15,9 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.cpu.emitter import I1, I8, I32, I64, Emitter, Value, vector
+from ops.cpu.formats import codebook as cb
 from ops.quants.codebooks import grid
 
-LOOKUP_ENTRIES = 128
+LOOKUP_ENTRIES = 64
+EVEN_BITS = 0x5555555555555555
+FIRST_SIGNS = [0x80, 0x40, 0x20, 0x10]
+SECOND_SIGNS = [0, 0, 0, 0, *FIRST_SIGNS]
+"""Where the bits of a sign byte go for the first and the second code of four weights."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def grid_of_fours(
     columns = [4 * row + column for column in range(4) for row in range(4)]
     if ninth is None:
         codes = _shuffle_words(e, codes, columns)
-    first, second = (_lookup(e, plane, codes, [ninth] if ninth else []) for plane in planes)
+    first, second = (_lookup(e, plane, codes, ninth) for plane in planes)
     if ninth is not None:
         first, second = (_shuffle_words(e, half, columns) for half in (first, second))
     chunks = []
@@ -63,6 +68,41 @@ def grid_of_fours(
         low, high = (_affine_codes(e, pairs, magnitudes, shift, offset) for shift in (0, 4))
         chunks += _interleave(e, low, high)
     return chunks
+
+
+def columns_of_fours(
+    e: Emitter, name: str, magnitudes: Magnitudes, codes: Value, ninth: Value | None
+) -> list[Value]:
+    """i8x64 for each of the four weights of a code: its magnitude for 64 codes, see above."""
+    planes = [_lookup(e, plane, codes, ninth) for plane in _code_planes(name, magnitudes)]
+    return [_affine_codes(e, plane, magnitudes, shift, 0) for plane in planes for shift in (0, 4)]
+
+
+def evens_first(e: Emitter, bytes_: Value) -> Value:
+    """i8x64: bytes 0, 2 ... 62, then 1, 3 ... 63."""
+    return permute(e, bytes_, cb.pinned(e, I8, [*range(0, 64, 2), *range(1, 64, 2)]))
+
+
+def even_bits_first(e: Emitter, bits: Value) -> Value:
+    """i1x64: the bits 0, 2 ... 62 of an i64, then 1, 3 ... 63."""
+    even, odd = (
+        e.call("llvm.x86.bmi.pext.64", I64, bits, e.i64(mask)) for mask in (EVEN_BITS, ~EVEN_BITS)
+    )
+    return e.b.bitcast(e.b.or_(even, e.b.shl(odd, e.i64(32))), vector(I1, 64))
+
+
+def sign_columns(e: Emitter, octets: Value, codes_of_seven: bool) -> list[Value]:
+    """i1x64 for each of the four weights of a code: whether it is negative.
+
+    octets: i8x64, sign bytes or 7-bit sign codes of 32 octets of weights, twice: for the first code
+    of each octet, then for the second.  The weights' bits are moved to bit 7 of a byte and below.
+    """
+    second = SECOND_SIGNS
+    if codes_of_seven:
+        second = [image | SECOND_SIGNS[7] for image in SECOND_SIGNS[:7]]
+    matrices = [_matrix(FIRST_SIGNS)] * 4 + [_matrix(second)] * 4
+    tops = _affine(e, octets, matrices, 0)
+    return [bit_mask(e, tops, bit) for bit in FIRST_SIGNS]
 
 
 def sign_bytes(e: Emitter, codes: Value) -> Value:
@@ -75,10 +115,20 @@ def chunk_mask(e: Emitter, bytes_: Value, index: int) -> Value:
     return e.b.bitcast(e.extract(e.cast(bytes_, I64), index), vector(I1, 64))
 
 
+def bit_mask(e: Emitter, bytes_: Value, bit: int) -> Value:
+    """i1 vector: whether the bytes have a bit, given by its value."""
+    return e.b.icmp_unsigned("!=", e.bit_and(bytes_, _signed(bit)), e.same(bytes_, 0))
+
+
+def permute(e: Emitter, bytes_: Value, index: Value) -> Value:
+    """i8x64: the bytes that the low six bits of an index choose."""
+    return e.call("llvm.x86.avx512.permvar.qi.512", bytes_.type, bytes_, index)
+
+
 def multishift(e: Emitter, starts: Sequence[int], value: Value) -> Value:
     """Eight bits from bit `starts[i]` of each 64-bit lane, around its end, as its byte i."""
     lanes = value.type.count
-    control = e.constant(I8, list(starts) * (lanes // 8))
+    control = cb.pinned(e, I8, list(starts) * (lanes // 8))
     name = f"llvm.x86.avx512.pmultishift.qb.{8 * lanes}"
     return e.call(name, value.type, control, value)
 
@@ -110,22 +160,24 @@ def _code_planes(name: str, m: Magnitudes) -> list[list[int]]:
     return [[_signed(byte) for byte in plane] for plane in packed.T.tolist()]
 
 
-def _lookup(e: Emitter, table: list[int], index: Value, high_bits: Sequence[Value]) -> Value:
-    """table[index] for i8x64 indices whose further bits are the masks `high_bits`, low first."""
-    upper_half = e.b.icmp_signed("<", index, e.same(index, 0))
-    parts = [
-        e.call(
-            "llvm.x86.avx512.vpermi2var.qi.512",
-            index.type,
-            e.constant(I8, table[start : start + 64]),
-            index,
-            e.constant(I8, table[start + 64 : start + LOOKUP_ENTRIES]),
-        )
-        for start in range(0, len(table), LOOKUP_ENTRIES)
-    ]
-    for mask in [upper_half, *high_bits]:
-        parts = [e.select(mask, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+def _lookup(e: Emitter, table: list[int], index: Value, ninth: Value | None) -> Value:
+    """table[index] for i8x64 indices and, in a table of 512, their ninth bits i1x64.
+
+    By vpermb: on Intel vpermi2b takes the time of the two that it replaces, and one more.
+    """
+    starts = range(LOOKUP_ENTRIES, 256, LOOKUP_ENTRIES)
+    reached = [e.b.icmp_unsigned(">=", index, e.same(index, _signed(start))) for start in starts]
+    halves = []
+    for first in range(0, len(table), 256):
+        parts = [
+            permute(e, cb.pinned(e, I8, table[start : start + LOOKUP_ENTRIES]), index)
+            for start in range(first, first + 256, LOOKUP_ENTRIES)
+        ]
+        found = parts[0]
+        for mask, part in zip(reached, parts[1:], strict=True):
+            found = e.select(mask, part, found)
+        halves.append(found)
+    return halves[0] if ninth is None else e.select(ninth, halves[1], halves[0])
 
 
 def _shuffle_words(e: Emitter, bytes_: Value, lanes: Sequence[int]) -> Value:
@@ -156,7 +208,7 @@ def _signed(byte: int) -> int:
 
 def _affine(e: Emitter, value: Value, matrices: Sequence[int], base: int) -> Value:
     lanes = value.type.count
-    words = e.constant(I64, list(matrices) * (lanes // 8 // len(matrices)))
+    words = cb.pinned(e, I64, list(matrices) * (lanes // 8 // len(matrices)))
     name = f"llvm.x86.vgf2p8affineqb.{8 * lanes}"
     return e.call(name, value.type, value, e.cast(words, I8), I8(_signed(base)))
 

@@ -56,6 +56,11 @@ class NVFP4(SmallBlock):
         within = e.b.and_(unit, e.i64(3))
         return e.load(I8, e.add(self.block(e, row, unit), within))
 
+    def whole_block_scales(self, e: Emitter, row: Value, unit: Value, count: int) -> Value:
+        firsts = range(0, count, self.units_per_block)
+        words = [e.load(I32, self.block(e, row, e.add(unit, first))) for first in firsts]
+        return e.cast(e.vector_of(words), I8)
+
     def to_scale(self, e: Emitter, bits: Value) -> Value:
         """Half the UE4M3 number; its 7 bits moved to an f32's exponent are 2^120 too small.
 

@@ -14,6 +14,7 @@ loads of the same bytes are merged by the compiler.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -85,6 +86,17 @@ class SuperBlock(UnitFormat):
         """The stored scale of the mins, i16 (f16 bits); only with `has_mins`."""
         raise NotImplementedError(f"{self.name} has no mins")
 
+    def arrangement(self, e: Emitter) -> Sequence[int] | None:
+        """The order of a block's activations that `dots` wants, if the format has that."""
+        return None
+
+    def dots(self, e: Emitter, block: Value, x: list[Value]) -> list[Value]:
+        """What `chunk` and `sub_scales` are for, in one go: i32x16 that sum to each token's total.
+
+        x: addresses of 256 activations each, in the format's arrangement.
+        """
+        raise NotImplementedError(f"{self.name} has no arrangement")
+
 
 class SmallBlock(UnitFormat):
     """Units of 32 (or 16) values with a float scale each.
@@ -105,6 +117,12 @@ class SmallBlock(UnitFormat):
     @abstractmethod
     def scale_bits(self, e: Emitter, row: Value, unit: Value) -> Value:
         """The stored float scale of a unit, an integer scalar that `to_scale` understands."""
+
+    def whole_block_scales(self, e: Emitter, row: Value, unit: Value, count: int) -> Value:
+        """The stored scales of `count` units, whole blocks of several units from `unit` on."""
+        firsts = range(0, count, self.units_per_block)
+        each = [self.scale_bits(e, row, e.add(unit, first)) for first in firsts]
+        return e.shuffle(e.vector_of(each), [i // self.units_per_block for i in range(count)])
 
     def min_scale_bits(self, e: Emitter, row: Value, unit: Value) -> Value:
         """The stored min of a unit, i16 (f16 bits); only with `has_mins`."""

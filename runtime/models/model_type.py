@@ -1,8 +1,10 @@
-"""A model's type in one line, much as llama-bench names it: `olmoe Q4_K - Medium`."""
+"""What a model calls itself, in one line: much as llama-bench does, `olmoe Q4_K - Medium`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+MAX_LABEL = 120  # characters
 
 # `general.file_type` -> the mix of weight formats
 FILE_TYPES = {
@@ -43,8 +45,18 @@ FILE_TYPES = {
 }
 
 
+def label(value: object) -> str:
+    """A name that a file gives, fit to be printed: no control characters, one short line."""
+    text = value if isinstance(value, str) else ""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_LABEL])
+
+
+def file_type_name(file_type: int) -> str:
+    """The mix of weight formats as llama.cpp spells it; empty for an unknown number."""
+    return FILE_TYPES.get(file_type, "")
+
+
 def model_type(architecture: str, metadata: Mapping[str, object], file_type: int) -> str:
     """Architecture, size label (where the file has one) and weight formats."""
-    label = metadata.get("general.size_label")
-    parts = (architecture, label if isinstance(label, str) else "", FILE_TYPES.get(file_type, ""))
+    parts = (architecture, label(metadata.get("general.size_label")), file_type_name(file_type))
     return " ".join(part for part in parts if part)

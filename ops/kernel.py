@@ -1,0 +1,115 @@
+"""A GPU kernel as data: its PTX text, the constants set in it, what it takes, what it must equal.
+
+Nothing here knows a driver: a device packs the arguments once, keeps them, and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ptx
+from ops.arithmetic import n_partials
+from ops.quants import BlockFormat
+from ops.quants.block import ACTIVATION_GROUP, U8
+from ops.quants.codebooks import GRIDS, grid
+
+CHUNK_ELEMS = 2048
+"""Weights of a row that travel to shared memory at once."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of a PTX text.
+
+    entry      its name in the module
+    source     the file in ptx/
+    defines    macros of the text
+    params     names and PTX types, in order: ("x", "u64")
+    block      threads of a block
+    reference  what it computes, in NumPy
+    """
+
+    entry: str
+    source: str
+    defines: Mapping[str, str | int]
+    params: tuple[tuple[str, str], ...]
+    block: int
+    reference: Callable[..., Any] = field(repr=False)
+
+    @cached_property
+    def text(self) -> str:
+        """The text an assembler gets."""
+        return ptx.expand(self.source, ENTRY=self.entry, **dict(self.defines))
+
+    @property
+    def text_hash(self) -> str:
+        """What the results of a run belong to."""
+        return ptx.text_hash(self.text)
+
+    def pack(self, **arguments: int) -> PackedArguments:
+        """Arguments ready for a launch, by name.
+
+        Raises:
+            TypeError: a name is missing or unknown.
+        """
+        names = [name for name, _ in self.params]
+        if set(names) != set(arguments):
+            raise TypeError(f"{self.entry} takes {', '.join(names)}; got {', '.join(arguments)}")
+        return PackedArguments(np.array([arguments[name] for name in names], np.uint64))
+
+
+class PackedArguments:
+    """Arguments where a driver reads them: `address` is that of an array of pointers to values.
+
+    A value narrower than eight bytes lies in the low bytes of its slot.
+    """
+
+    def __init__(self, values: NDArray[np.uint64]) -> None:
+        self.values = values
+        steps = 8 * np.arange(len(values), dtype=np.uint64)
+        self._pointers = np.uint64(values.ctypes.data) + steps
+
+    @property
+    def address(self) -> int:
+        return self._pointers.ctypes.data
+
+
+def launch_bounds(block: int, min_blocks: int) -> str:
+    """The directives that tell an assembler how many registers a thread may have."""
+    return f".maxntid {block}, 1, 1 .minnctapersm {min_blocks}"
+
+
+def format_defines(fmt: BlockFormat) -> dict[str, str | int]:
+    """The macros that make a row product one of this format."""
+    small = fmt.unit_elems < 256
+    suffix = "_mins" if fmt.has_mins else ""
+    table = format_table(fmt)
+    return {
+        "BLOCK_ELEMS": fmt.block_elems,
+        "BLOCK_BYTES": fmt.block_bytes,
+        "CHUNK_BYTES": fmt.row_bytes(CHUNK_ELEMS),
+        "TABLE_BYTES": table.nbytes,
+        "DOT": f'"inc/dot_{fmt.name.lower()}.inc.ptx"',
+        "PASS": f'"inc/pass_{32 if small else 256}{suffix}.inc.ptx"',
+        "HALVE": f'"inc/halve_{n_partials(fmt)}.inc.ptx"',
+        "LOAD_TABLE": f'"inc/table_{"copy" if table.nbytes else "none"}.inc.ptx"',
+    }
+
+
+def activation_defines(kind: str) -> dict[str, str | int]:
+    """The macros that quantize to this kind of activation."""
+    group = ACTIVATION_GROUP[kind]  # type: ignore[index]
+    return {"GROUP": group, "GROUP_AMAX": f'"inc/amax_{group}.inc.ptx"'}
+
+
+def format_table(fmt: BlockFormat) -> U8:
+    """The format's grid as its kernels read it: an entry's magnitudes, one a byte; or empty."""
+    if fmt.name not in GRIDS:
+        return np.zeros(0, np.uint8)
+    return grid(fmt.name).astype(np.int8).view(np.uint8).reshape(-1)

@@ -1,0 +1,31 @@
+"""The GPU kernels that quantize activations: `ops.arithmetic.quantize_rows` on the device."""
+
+from __future__ import annotations
+
+from ops.arithmetic import quantize_rows
+from ops.kernel import Kernel, activation_defines
+from ops.quants.block import ActivationKind
+
+PARAMS = (
+    ("x", "u64"),
+    ("records", "u64"),
+    ("n", "u32"),
+    ("scales_offset", "u32"),
+    ("sums_offset", "u32"),
+    ("record_bytes", "u32"),
+)
+BLOCK = 128
+BLOCK_VALUES = 8 * BLOCK
+"""Values of a row that a block takes."""
+
+
+def quantize(kind: ActivationKind) -> Kernel:
+    """f32[n_tokens, n] -> activation records of this kind; grid (ceil(n / 1024), n_tokens)."""
+    return Kernel(
+        entry=f"quantize_{kind}",
+        source="quantize_q8.ptx",
+        defines=activation_defines(kind),
+        params=PARAMS,
+        block=BLOCK,
+        reference=quantize_rows,
+    )

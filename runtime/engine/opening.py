@@ -1,0 +1,58 @@
+"""Opening an engine's model and executor on a thread that nobody has to wait for.
+
+Compiling kernels takes many seconds inside a compiler that cannot be interrupted.  The thread is a
+daemon: a caller that stops waiting goes on at once, and the thread cleans up behind itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+from runtime.config import EngineConfig
+from runtime.engine.placement import Opened, open_placed
+from runtime.progress import Progress
+
+THREAD_NAME = "engine opening"
+
+
+async def open_off_loop(config: EngineConfig, progress: Progress) -> Opened:
+    """`open_placed` on its own thread.  A cancelled caller leaves at once: the thread stops at its
+    next piece of progress and closes what it has opened.
+
+    Raises: ConfigError, ModelError, DeviceError.
+    """
+    opening: Future[Opened] = Future()
+    threading.Thread(
+        target=_open, args=(config, progress, opening), name=THREAD_NAME, daemon=True
+    ).start()
+    try:
+        return await asyncio.wrap_future(opening)
+    except asyncio.CancelledError:
+        progress.cancel()
+        if not opening.cancel() and opening.exception() is None:
+            await opening.result().close()  # it had ended, and nobody has taken the result
+        raise
+
+
+def left_behind() -> bool:
+    """Whether a cancelled opening still runs.
+
+    A main program then ends by `os._exit`: the interpreter's own end would pull the compiler's
+    memory away from under it.
+    """
+    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
+
+
+def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> None:
+    try:
+        opened = open_placed(config, progress)
+    except BaseException as error:
+        if opening.set_running_or_notify_cancel():
+            opening.set_exception(error)
+        return
+    if opening.set_running_or_notify_cancel():
+        opening.set_result(opened)
+    else:
+        asyncio.run(opened.close())
