@@ -6,16 +6,13 @@ import asyncio
 import sys
 
 import runtime
-from runtime.text import GUARD
 
 
 async def main(model: str | None) -> None:
     """Ask one question and print the answer as it comes."""
     async with runtime.open_engine(runtime.EngineConfig(model=model)) as engine:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
-        prompt = engine.chat_template.render(messages)
-        # The template's control tokens are parsed; the same text in a user's message is not.
-        ids = await engine.tokenize(prompt, parse_special=True, guard=GUARD)
+        ids = await engine.chat_prompt(messages)
         params = runtime.SamplingParams(temperature=0.0, max_tokens=64)
         async for token in engine.generate(ids, params):
             print(token.text, end="", flush=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from runtime import Engine, SamplingParams, Timings, Token
-
-GUARD = "\ufdd0"  # breaks up the texts of control tokens inside what a user wrote
 
 Message = dict[str, object]
 
@@ -42,7 +39,7 @@ class Chat:
 
     async def answer(self) -> AsyncIterator[str]:
         """The next answer, piece by piece.  What came of it is kept when the reader stops early."""
-        prompt = await self._prompt()
+        prompt = await self._engine.chat_prompt(self.messages)
         said = ""
         self.timings = None
         tokens = self._engine.generate(prompt, self._params)
@@ -55,11 +52,6 @@ class Chat:
         finally:
             self.messages.append(_message("assistant", said))
             await close(tokens)
-
-    async def _prompt(self) -> list[int]:
-        template = self._engine.chat_template
-        text = await asyncio.to_thread(template.render, list(self.messages))
-        return await self._engine.tokenize(text, parse_special=True, guard=GUARD)
 
 
 async def close(tokens: AsyncIterator[Token]) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.config import EngineConfig
 from runtime.engine.answer import Answer
@@ -30,6 +30,7 @@ from runtime.engine.step_loop import StepLoop
 from runtime.engine.token import PromptProgress, Token
 from runtime.errors import ContextTooLong, EngineBug, EngineClosed, EngineError, RequestError
 from runtime.progress import Progress
+from runtime.text.guard import GUARD
 
 if TYPE_CHECKING:
     from runtime.text.chat_template import ChatTemplate
@@ -233,6 +234,24 @@ class Engine:
         if len(text) <= INLINE_CHARACTERS:
             return encode()
         return await self._steps.off_loop(encode)
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        template: ChatTemplate | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Ids of a conversation as the chat template writes it, for `generate`.
+
+        messages: {"role": ..., "content": ...}; control tokens come from the template only, never
+        from what a message says.  template None: the model's.  options: of `ChatTemplate.render`,
+        such as tools.  Rendered off the loop: a template is the model file's own program.
+        Raises: TemplateError, RequestError, TokenizerUnavailable.
+        """
+        chosen = template or self.chat_template
+        text = await self._steps.off_loop(lambda: chosen.render(list(messages), **options))
+        return await self.tokenize(text, parse_special=True, guard=GUARD)
 
     @property
     def tokenizer(self) -> Tokenizer:
