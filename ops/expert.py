@@ -27,6 +27,9 @@ BLOCK = 512
 MIN_BLOCKS = 2
 """Blocks of a multiprocessor that have to fit in its registers."""
 
+TEAM = 16
+"""Lanes that share a pair of rows."""
+
 _RECORD = (("scales_offset", "u32"), ("sums_offset", "u32"), ("record_bytes", "u32"))
 
 
@@ -40,8 +43,8 @@ def down_reference(fmt: BlockFormat, down: U8, h: F32) -> F32:
     return dot_rows(fmt, down, quantize_rows(fmt.activation, h))
 
 
-def gate_up(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> Kernel:
-    """The kernel of gate, up and their activation; grid (ceil(n_rows / warps), n_slots).
+def gate_up(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS, team: int = TEAM) -> Kernel:
+    """The kernel of gate, up and their activation; grid (ceil(n_rows / teams), n_slots).
 
     Raises:
         LookupError: the format has no fragment yet.
@@ -49,7 +52,7 @@ def gate_up(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) 
     return Kernel(
         entry=f"expert_gate_up_{_known(fmt).name.lower()}",
         source="expert_gate_up.ptx",
-        defines=format_defines(fmt) | {"LAUNCH_BOUNDS": launch_bounds(block, min_blocks)},
+        defines=format_defines(fmt, team) | {"LAUNCH_BOUNDS": launch_bounds(block, min_blocks)},
         params=(
             *((name, "u64") for name in ("records", "experts", "table", "h")),
             *((name, "u32") for name in ("n", "n_rows", "n_used")),
@@ -60,8 +63,8 @@ def gate_up(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) 
     )
 
 
-def down(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> Kernel:
-    """The kernel of down, one output a slot; grid (ceil(n_rows / (2 * warps)), n_slots).
+def down(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS, team: int = TEAM) -> Kernel:
+    """The kernel of down, one output a slot; grid (ceil(n_rows / (2 * teams)), n_slots).
 
     Raises:
         LookupError: the format has no fragment yet.
@@ -69,7 +72,7 @@ def down(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> 
     return Kernel(
         entry=f"expert_down_{_known(fmt).name.lower()}",
         source="expert_down.ptx",
-        defines=format_defines(fmt)
+        defines=format_defines(fmt, team)
         | activation_defines(fmt.activation)
         | {"LAUNCH_BOUNDS": launch_bounds(block, min_blocks)},
         params=(
@@ -82,13 +85,13 @@ def down(fmt: BlockFormat, block: int = BLOCK, min_blocks: int = MIN_BLOCKS) -> 
     )
 
 
-def shared_bytes(fmt: BlockFormat, n: int, block: int) -> int:
+def shared_bytes(fmt: BlockFormat, n: int, block: int = BLOCK, team: int = TEAM) -> int:
     """Dynamic shared memory of either kernel for rows of n values."""
     row_bytes, chunk_bytes = fmt.row_bytes(n), fmt.row_bytes(CHUNK_ELEMS)
     piece = -(-min(row_bytes, chunk_bytes) // 16) * 16 + 16
     n_buffers = 2 if row_bytes > chunk_bytes else 1
     record_bytes = activation_layout(fmt.activation, n)[2]
-    return record_bytes + format_table(fmt).nbytes + block // 32 * n_buffers * 2 * piece
+    return record_bytes + format_table(fmt).nbytes + block // team * n_buffers * 2 * piece
 
 
 def expert_addresses(gate: int, up: int, down_: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -22,6 +22,8 @@ from ops.quants.codebooks import GRIDS, grid
 CHUNK_ELEMS = 2048
 """Weights of a row that travel to shared memory at once."""
 
+WARP = 32
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -85,8 +87,8 @@ def launch_bounds(block: int, min_blocks: int) -> str:
     return f".maxntid {block}, 1, 1 .minnctapersm {min_blocks}"
 
 
-def format_defines(fmt: BlockFormat) -> dict[str, str | int]:
-    """The macros that make a row product one of this format."""
+def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
+    """The macros that make a row product one of this format, two rows to `team` lanes."""
     small = fmt.unit_elems < 256
     suffix = "_mins" if fmt.has_mins else ""
     table = format_table(fmt)
@@ -97,7 +99,9 @@ def format_defines(fmt: BlockFormat) -> dict[str, str | int]:
         "TABLE_BYTES": table.nbytes,
         "DOT": f'"inc/dot_{fmt.name.lower()}.inc.ptx"',
         "PASS": f'"inc/pass_{32 if small else 256}{suffix}.inc.ptx"',
-        "HALVE": f'"inc/halve_{n_partials(fmt)}.inc.ptx"',
+        "TEAM": team,
+        "ROTATE": f'"inc/rotate_{WARP // team}.inc.ptx"',
+        "HALVE": f'"inc/halve_{n_partials(fmt)}_team_{team}.inc.ptx"',
         "LOAD_TABLE": f'"inc/table_{"copy" if table.nbytes else "none"}.inc.ptx"',
     }
 

@@ -16,6 +16,15 @@ MIN_CONTEXT = 2  # one prompt token and one generated one
 BUNDLED_MODEL = Path(__file__).with_name("data") / "tiny-olmoe-Q4_K_M.gguf"
 
 
+# What a setting may be at all; what fits the memory depends on the model and is checked with it.
+RANGES = {
+    "n_ctx": (MIN_CONTEXT, 1 << 30),
+    "n_parallel": (1, 1024),
+    "n_threads": (1, 1024),
+    "n_batch": (1, 1 << 14),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How to open an engine; every `None` is chosen from the model and the machine.
@@ -45,10 +54,20 @@ class EngineConfig:
     name_bus_errors: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("n_ctx", "n_parallel", "n_threads", "n_batch"):
+        for name, (lowest, highest) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} = {value!r}: use a whole number of at least 1")
+            if value is None:
+                continue
+            if type(value) is not int or not lowest <= value <= highest:
+                raise ConfigError(
+                    f"{name} = {value!r}: use a whole number of {lowest} to {highest}"
+                )
+        if self.n_ctx and self.n_parallel and self.n_ctx // self.n_parallel < MIN_CONTEXT:
+            raise ConfigError(
+                f"n_ctx = {self.n_ctx} with n_parallel = {self.n_parallel} leaves "
+                f"{self.n_ctx // self.n_parallel} tokens a sequence: "
+                f"use n_ctx of at least {MIN_CONTEXT * self.n_parallel} or fewer sequences"
+            )
         for name in ("cache_type_k", "cache_type_v"):
             if getattr(self, name) not in CACHE_TYPES:
                 raise ConfigError(
@@ -82,19 +101,12 @@ def context_shape(config: EngineConfig, n_ctx_train: int) -> ContextShape:
 
     With automatic `n_parallel` the sequences share one pool and each may fill it; an explicit one
     splits it evenly.
-    Raises: ConfigError where the split leaves a sequence without context.
     """
     if config.n_parallel is None:
         n_ctx = config.n_ctx or min(n_ctx_train, AUTO_CONTEXT)
         return ContextShape(n_ctx, AUTO_PARALLEL, n_ctx)
     n_parallel = config.n_parallel
     n_ctx_sequence = config.n_ctx // n_parallel if config.n_ctx else min(n_ctx_train, AUTO_CONTEXT)
-    if n_ctx_sequence < MIN_CONTEXT:
-        raise ConfigError(
-            f"n_ctx = {config.n_ctx} with n_parallel = {n_parallel} leaves "
-            f"{n_ctx_sequence} tokens a sequence: "
-            f"use n_ctx of at least {MIN_CONTEXT * n_parallel} or fewer sequences"
-        )
     return ContextShape(n_ctx_sequence * n_parallel, n_parallel, n_ctx_sequence)
 
 

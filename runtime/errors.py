@@ -71,7 +71,7 @@ class ContextTooLong(RequestError):
         super().__init__(
             "prompt",
             f"the prompt has {n_prompt_tokens} tokens, more than the context of {n_ctx} allows; "
-            "shorten it or start the server with a larger --ctx-size",
+            "shorten it or use a larger context (n_ctx, --ctx-size)",
         )
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx

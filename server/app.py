@@ -11,9 +11,9 @@ from aiohttp import web
 from runtime import EngineConfig, Progress, open_engine
 from runtime.errors import EngineError
 from server.body import MAX_BODY_BYTES
-from server.errors import respond
-from server.metrics import REGISTRY, registry
+from server.errors import error_response
 from server.routes import ROUTES
+from server.routes.metrics import REGISTRY, registry
 from server.security import API_PREFIX, GATE, Gate, add_cors_headers, guard
 from server.service import SERVICE, Service
 from server.settings import ServerSettings
@@ -56,7 +56,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except Exception as error:
-        return respond(error)
+        return error_response(error)
 
 
 async def _begin_closing(app: web.Application) -> None:

@@ -66,13 +66,6 @@ class Forbidden(ApiError):
         super().__init__(403, "permission_error", message)
 
 
-class NotFound(ApiError):
-    """404: no such path, or no such method on it."""
-
-    def __init__(self, message: str = "File Not Found") -> None:
-        super().__init__(404, "not_found_error", message)
-
-
 class Unavailable(ApiError):
     """503: loading, closing, or no free slot on request."""
 
@@ -115,7 +108,7 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
     return 500, _object(500, "internal error; the server's log has the details", "server_error")
 
 
-def respond(error: Exception) -> web.Response:
+def error_response(error: Exception) -> web.Response:
     """The whole HTTP answer for `error`."""
     status, body = describe(error)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from server.flags import Flag
 
-ONE_MODEL = "one model serves every request"
 NO_GPU = "this build computes on the CPU only"
 NO_EXPERT_CACHE = "the expert cache needs a GPU executor, which this build does not have"
 NO_SPECULATION = "this build has no speculative decoding"

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from runtime.errors import ConfigError
-from server.errors import CONTENT_TYPE, ApiError, Invalid, describe, respond
+from server.errors import CONTENT_TYPE, ApiError, Invalid, describe, error_response
 from server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            access_log=None,
+            access_log=None,  # type: ignore[arg-type]  # as AppRunner documents it: no log
             keepalive_timeout=KEEPALIVE_SECONDS,
             auto_decompress=False,
             max_line_size=MAX_FIELD_BYTES,
@@ -61,9 +61,9 @@ class Connection(web.RequestHandler):
             # Scanners and TLS handshakes on a plain port are common: no noise in the log.
             logger.debug("malformed HTTP: %s", message)
             reason = (message or "").partition("\n")[0].rstrip(":")
-            response = respond(Invalid(f"malformed HTTP: {reason}"))
+            response = error_response(Invalid(f"malformed HTTP: {reason}"))
         else:
-            response = respond(exc if isinstance(exc, Exception) else RuntimeError(message))
+            response = error_response(exc if isinstance(exc, Exception) else RuntimeError(message))
         response.headers.update({"Server": "hotexpert", "X-Content-Type-Options": "nosniff"})
         response.force_close()
         return response

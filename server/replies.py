@@ -50,9 +50,11 @@ class ChatReply:
 
     def pieces(self, event: Event) -> list[Json]:
         if isinstance(event, PromptState):
-            return [self._chunk([], prompt_progress=_progress(event))]
+            # Clients read the first choice of every chunk.
+            choices = self._opening(event.index) or [self._choice(event.index, "", None, None)]
+            return [self._chunk(choices, prompt_progress=_progress(event))]
         token = event.last
-        choices = self._opening(event) if event.n_items == 1 else []
+        choices = self._opening(event.index) if event.n_items == 1 else []
         if token.text or (self._wants_logprobs and token.id is not None):
             logprobs = self._logprobs([token]) if self._wants_logprobs else None
             choices.append(self._choice(event.index, token.text, None, logprobs))
@@ -85,9 +87,9 @@ class ChatReply:
     def _wants_logprobs(self) -> bool:
         return self._wishes.params.wants_logprobs
 
-    def _opening(self, answer: Answer) -> list[Json]:
+    def _opening(self, index: int) -> list[Json]:
         delta = {"role": "assistant", "content": None}
-        return [{"index": answer.index, "delta": delta, "finish_reason": None}]
+        return [{"index": index, "delta": delta, "finish_reason": None}]
 
     def _choice(
         self, index: int, text: str | None, finish_reason: str | None, logprobs: Json | None
@@ -134,7 +136,7 @@ class TextReply(ChatReply):
     object_name = "text_completion"
     id_prefix = "cmpl-"
 
-    def _opening(self, answer: Answer) -> list[Json]:
+    def _opening(self, index: int) -> list[Json]:
         return []
 
     def _choice(
@@ -167,7 +169,18 @@ class NativeReply:
 
     def pieces(self, event: Event) -> list[Json]:
         if isinstance(event, PromptState):
-            return [{"index": event.index, "stop": False, "prompt_progress": _progress(event)}]
+            return [
+                {
+                    "index": event.index,
+                    "content": "",
+                    "tokens": [],
+                    "stop": False,
+                    "id_slot": -1,
+                    "tokens_predicted": 0,
+                    "tokens_evaluated": event.total,
+                    "prompt_progress": _progress(event),
+                }
+            ]
         token = event.last
         if token.finish_reason is not None:
             # Text that waited for a possible stop string comes with the last token.
@@ -257,8 +270,8 @@ def probability(token: Token, *, post: bool) -> Json:
 
 
 def picked(body: Json, paths: Sequence[str]) -> Json:
-    """The fields named by `paths` (`a/b` reaches into objects), un-nested; missing ones are left
-    out.
+    """The fields named by `paths`, by these names; `a/b` reaches into objects, missing ones are
+    left out.
     """
     result: Json = {}
     for path in paths:
@@ -266,7 +279,7 @@ def picked(body: Json, paths: Sequence[str]) -> Json:
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
-            result[path.rsplit("/", 1)[-1]] = value
+            result[path] = value
     return result
 
 

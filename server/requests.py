@@ -8,7 +8,7 @@ is not implemented (grammars, schemas, LoRA) is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from runtime import SamplingParams
 from runtime.errors import ContextTooLong, RequestError
@@ -175,8 +175,6 @@ def _chat_probabilities(fields: Fields, limits: Limits) -> SamplingParams:
         raise RequestError("top_logprobs", "needs logprobs to be true")
     if not wanted:
         return with_probabilities(params, n_probs(fields, "n_probs"))
-    from dataclasses import replace
-
     return replace(params, logprobs=True, n_probs=20 if top is None else top)
 
 

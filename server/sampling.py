@@ -7,7 +7,6 @@ the business of `SamplingParams`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from runtime import SamplingParams
 from runtime.errors import RequestError
@@ -51,11 +50,6 @@ def sampling_params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     changes["logit_bias"] = _logit_bias(fields)
     given = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(defaults, **given)  # type: ignore[arg-type]
-
-
-def with_defaults(params: SamplingParams, fields: Mapping[str, object]) -> SamplingParams:
-    """The model's defaults with those of the command line over them."""
-    return dataclasses.replace(params, **fields)  # type: ignore[arg-type]
 
 
 def stop_strings(fields: Fields) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,8 @@ class Service:
 
     async def attach(self, engine: Engine) -> None:
         """The engine is ready.  Raises: EngineError where the settings do not suit the model."""
-        from server.sampling import with_defaults
-
-        defaults = with_defaults(engine.default_params, self.settings.sampling)
+        # The command line's defaults lie over the model's.
+        defaults = replace(engine.default_params, **self.settings.sampling)  # type: ignore[arg-type]
         self._limits = Limits(
             engine.model.n_vocab, engine.shape.n_ctx_sequence, engine.shape.n_parallel, defaults
         )

@@ -9,4 +9,4 @@ from __future__ import annotations
 
 from ops.cpu.cache import use_directory
 
-use_directory()
+KERNEL_CACHE = use_directory()

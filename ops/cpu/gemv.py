@@ -30,7 +30,7 @@ def superblock_gemv(e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token
         for partial in partials:
             e.put(partial, e.zeros(F32, 8))
         with e.loop(0, n_units, 8) as first:
-            count = e.minimum(e.b.sub(n_units, first), 8)
+            count = e.minimum(e.b.sub(n_units, first), e.unseen(8, m.weights))
             with e.loop(0, count) as lane:
                 unit = e.add(first, lane)
                 block = e.add(blocks, e.mul(unit, fmt.block_bytes))

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from ops.cpu import KERNEL_CACHE
 from ops.cpu.attention import attention, attention_end, tile_tokens
 from ops.cpu.experts import down, gate_up
 from ops.cpu.heads import heads
@@ -105,6 +106,7 @@ class CPUExecutor:
             "threads": self._team.n_threads,
             "pinned_to": self._team.cpus,
             "isa": choose_isa(),
+            "kernel_cache": KERNEL_CACHE.reason or str(KERNEL_CACHE.directory),
             "kv_bytes": self._pages.n_bytes,
             "kv_page_bytes": self._pages.page_bytes,
             "kv_pages": self._limits.n_pages,

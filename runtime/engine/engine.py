@@ -233,7 +233,7 @@ class Engine:
         self._check_usable()
         if len(text) <= INLINE_CHARACTERS:
             return encode()
-        return await self._steps.off_loop(encode)
+        return await asyncio.to_thread(encode)
 
     async def chat_prompt(
         self,
@@ -250,7 +250,7 @@ class Engine:
         Raises: TemplateError, RequestError, TokenizerUnavailable.
         """
         chosen = template or self.chat_template
-        text = await self._steps.off_loop(lambda: chosen.render(list(messages), **options))
+        text = await asyncio.to_thread(chosen.render, list(messages), **options)
         return await self.tokenize(text, parse_special=True, guard=GUARD)
 
     @property

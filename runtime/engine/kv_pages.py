@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.kv_layout import PageLayout
+from ops.cpu.kv_layout import PAGE_TOKENS, PageLayout
 from ops.cpu.program import address_of, aligned
 from runtime.errors import ConfigError
 from runtime.models.spec import ModelSpec
@@ -41,6 +42,9 @@ class KVPages:
                 raise ConfigError(f"cache_type_k/cache_type_v: {error}") from error
             self.key_layouts.append(k)
             self.value_layouts.append(v)
+        check_memory(spec, n_pages, self.key_layouts, self.value_layouts)
+        for layer, k, v in zip(spec.layers, self.key_layouts, self.value_layouts, strict=True):
+            heads = layer.mixer
             self.keys.append(aligned((n_pages, heads.n_head_kv, k.head_bytes), np.uint8))
             self.values.append(aligned((n_pages, heads.n_head_kv, v.head_bytes), np.uint8))
 
@@ -96,3 +100,30 @@ class KVPages:
                 part = np.frombuffer(image, np.uint8, n_bytes, position)
                 memory[page] = part.reshape(memory[page].shape)
                 position += n_bytes
+
+
+def check_memory(
+    spec: ModelSpec, n_pages: int, keys: Sequence[PageLayout], values: Sequence[PageLayout]
+) -> None:
+    """Raises: ConfigError where `n_pages` pages do not fit the memory that is available now."""
+    page_bytes = sum(
+        layer.mixer.n_head_kv * (k.head_bytes + v.head_bytes)
+        for layer, k, v in zip(spec.layers, keys, values, strict=True)
+    )
+    available = available_bytes()
+    if available is not None and n_pages * page_bytes > available:
+        raise ConfigError(
+            f"n_ctx = {n_pages * PAGE_TOKENS} takes {n_pages * page_bytes / 2**30:.1f} GiB of keys "
+            f"and values, and {available / 2**30:.1f} GiB of memory is available: use at most "
+            f"{available // page_bytes * PAGE_TOKENS}, or cache_type_k/cache_type_v q8_0"
+        )
+
+
+def available_bytes() -> int | None:
+    """What the system says can be taken without swapping; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    values = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(values[0]) * 1024 if values else None

@@ -70,7 +70,7 @@ def facts_of(model: Model) -> ModelFacts:
     """The facts of an open model file."""
     spec = model.spec
     tensors = model.file.tensors.values()
-    tokenizer, text_error = open_tokenizer(model.metadata)
+    tokenizer, text_error = open_tokenizer(model.metadata, model.path.name)
     template, template_error = open_template(model.metadata, tokenizer)
     return ModelFacts(
         name=spec.name or model.path.stem,
@@ -90,12 +90,14 @@ def facts_of(model: Model) -> ModelFacts:
     )
 
 
-def open_tokenizer(metadata: Mapping[str, object]) -> tuple[Tokenizer | None, str]:
-    """The tokenizer that `metadata` describes, or None and the reason."""
+def open_tokenizer(
+    metadata: Mapping[str, object], source: str = "tokenizer"
+) -> tuple[Tokenizer | None, str]:
+    """The tokenizer that `metadata` describes, or None and the reason; errors name `source`."""
     from runtime.text.tokenizer import Tokenizer
 
     try:
-        return Tokenizer.from_metadata(metadata), ""
+        return Tokenizer.from_metadata(metadata, source), ""
     except TokenizerUnavailable as error:
         return None, str(error)
 

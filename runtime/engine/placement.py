@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,6 +16,9 @@ from runtime.progress import Progress
 
 if TYPE_CHECKING:
     from runtime.models.model import Model
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,12 @@ def _open_cpu(
 ) -> Executor:
     # The first import on a machine compiles for seconds.
     progress.start("preparing kernels")
+    from ops.cpu import KERNEL_CACHE
     from ops.cpu.kv_layout import PAGE_TOKENS
     from runtime.engine.cpu_executor import open_cpu_executor
+
+    if KERNEL_CACHE.reason:
+        logger.warning("every start compiles its kernels anew: %s", KERNEL_CACHE.reason)
 
     def kernel_ready(n_ready: int, n_kernels: int) -> None:
         if n_ready == 0:

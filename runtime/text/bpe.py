@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
@@ -42,7 +40,7 @@ class BpeModel:
             return ids
         # Only the library's batches let other Python threads run meanwhile.
         (batch,) = self._pipeline.encode_batch_fast([text], add_special_tokens=False)
-        return cast("list[int]", batch.ids)
+        return batch.ids
 
     def cut(self, text: str) -> list[str]:
         """The pieces merges stay inside of."""

@@ -164,3 +164,26 @@ def test_ctrl_c_ends_the_program_while_a_thread_loads() -> None:
     )
     assert ended.returncode == 130, ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_ctx": 10**30}, "n_ctx = 10+: use a whole number, 2 to"),
+        ({"n_ctx": 1}, "n_ctx = 1: use"),
+        ({"n_parallel": 10**8}, "n_parallel"),
+        ({"n_batch": 10**9}, "n_batch"),
+        ({"n_ctx": 3, "n_parallel": 2}, "leaves 1 tokens a sequence: use n_ctx of at least 4"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_opened(
+    settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(runtime.ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+async def test_a_context_beyond_the_memory_names_what_would_fit() -> None:
+    with pytest.raises(runtime.ConfigError, match=r"GiB of memory is available: use at most \d+"):
+        async with runtime.open_engine(EngineConfig(n_ctx=1 << 30, n_threads=1)):
+            pass

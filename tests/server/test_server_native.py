@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.serving import Served
+from tests.server.serving import CHAT, Served
 
 FINAL_FIELDS = {
     "index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted",
@@ -91,7 +91,7 @@ async def test_response_fields_are_picked_and_un_nested(served: Served) -> None:
             "response_fields": ["content", "timings/prompt_n", "no/such"],
         },
     )
-    assert set(answer) == {"content", "prompt_n"}
+    assert set(answer) == {"content", "timings/prompt_n"}
 
 
 async def test_nothing_to_generate_fills_the_cache(served: Served) -> None:
@@ -144,8 +144,22 @@ async def test_progress_and_timings_per_token(served: Served) -> None:
     )
     progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
     assert progress[-1]["processed"] == progress[-1]["total"] == 80
+    # Readers of a stream take these from every event.
+    assert all({"index", "content", "stop"} <= set(event) for event in events)
     pieces = [event for event in events if event.get("content")]
     assert pieces[-1]["timings"]["predicted_n"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a", "max_tokens": 2})],
+)
+async def test_progress_of_the_openai_forms_has_a_choice(
+    served: Served, path: str, body: dict[str, object]
+) -> None:
+    events = await served.events(path, body | {"return_progress": True})
+    assert "prompt_progress" in events[0]
+    assert all(event["choices"] for event in events if event != "[DONE]")
 
 
 async def test_full_context_ends_the_answer(served: Served) -> None:

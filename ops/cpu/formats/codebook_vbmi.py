@@ -117,7 +117,8 @@ def chunk_mask(e: Emitter, bytes_: Value, index: int) -> Value:
 
 def bit_mask(e: Emitter, bytes_: Value, bit: int) -> Value:
     """i1 vector: whether the bytes have a bit, given by its value."""
-    return e.b.icmp_unsigned("!=", e.bit_and(bytes_, _signed(bit)), e.same(bytes_, 0))
+    tested = e.b.and_(bytes_, cb.pinned(e, I8, [_signed(bit)] * bytes_.type.count))
+    return e.b.icmp_unsigned("!=", tested, e.same(bytes_, 0))
 
 
 def permute(e: Emitter, bytes_: Value, index: Value) -> Value:
