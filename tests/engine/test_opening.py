@@ -169,7 +169,7 @@ def test_ctrl_c_ends_the_program_while_a_thread_loads() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"n_ctx": 10**30}, "n_ctx = 10+: use a whole number, 2 to"),
+        ({"n_ctx": 10**30}, "n_ctx = 10+: use a whole number of 2 to"),
         ({"n_ctx": 1}, "n_ctx = 1: use"),
         ({"n_parallel": 10**8}, "n_parallel"),
         ({"n_batch": 10**9}, "n_batch"),
