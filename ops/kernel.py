@@ -82,27 +82,38 @@ class PackedArguments:
         return self._pointers.ctypes.data
 
 
-def launch_bounds(block: int, min_blocks: int) -> str:
-    """The directives that tell an assembler how many registers a thread may have."""
-    return f".maxntid {block}, 1, 1 .minnctapersm {min_blocks}"
+def launch_defines(block: int, min_blocks: int, overlapped: bool) -> dict[str, str | int]:
+    """The macros of how a kernel is launched.
+
+    min_blocks blocks of a multiprocessor have to fit in its registers. An overlapped kernel starts
+    while its predecessor in the stream still runs (compute capability 9.0 or newer, and a launch
+    with programmatic stream serialization) and waits only where it needs that one's results.
+    """
+    return {
+        "LAUNCH_BOUNDS": f".maxntid {block}, 1, 1 .minnctapersm {min_blocks}",
+        "TARGET": "sm_90" if overlapped else "sm_80",
+        "GRID_WAIT": '"inc/grid_wait.inc.ptx"' if overlapped else '"inc/grid_wait_none.inc.ptx"',
+    }
 
 
 def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
     """The macros that make a row product one of this format, two rows to `team` lanes."""
     small = fmt.unit_elems < 256
     suffix = "_mins" if fmt.has_mins else ""
-    table = format_table(fmt)
+    table_bytes = table_copies_bytes(fmt)
+    repeat = "none" if team == WARP else "units"
     return {
         "BLOCK_ELEMS": fmt.block_elems,
         "BLOCK_BYTES": fmt.block_bytes,
         "CHUNK_BYTES": fmt.row_bytes(CHUNK_ELEMS),
-        "TABLE_BYTES": table.nbytes,
+        "TABLE_BYTES": table_bytes,
         "DOT": f'"inc/dot_{fmt.name.lower()}.inc.ptx"',
         "PASS": f'"inc/pass_{32 if small else 256}{suffix}.inc.ptx"',
         "TEAM": team,
         "ROTATE": f'"inc/rotate_{WARP // team}.inc.ptx"',
         "HALVE": f'"inc/halve_{n_partials(fmt)}_team_{team}.inc.ptx"',
-        "LOAD_TABLE": f'"inc/table_{"copy" if table.nbytes else "none"}.inc.ptx"',
+        "LOAD_TABLE": f'"inc/table_{"lanes" if table_bytes else "none"}.inc.ptx"',
+        **({} if small else {"REPEAT": f'"inc/repeat_{repeat}.inc.ptx"'}),
     }
 
 
@@ -117,3 +128,8 @@ def format_table(fmt: BlockFormat) -> U8:
     if fmt.name not in GRIDS:
         return np.zeros(0, np.uint8)
     return grid(fmt.name).astype(np.int8).view(np.uint8).reshape(-1)
+
+
+def table_copies_bytes(fmt: BlockFormat) -> int:
+    """Shared memory for the grid: one copy a lane, each in its own bank."""
+    return WARP * format_table(fmt).nbytes

@@ -19,7 +19,7 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from ops.cpu import gemm
-from ops.cpu.arrange import arrange
+from ops.cpu.arrangement import arrange
 from ops.cpu.emitter import Emitter, Value
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.formats.kernel_format import FloatFormat, KernelFormat, SmallBlock, SuperBlock
