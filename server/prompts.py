@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from runtime import Engine
-from runtime.text.chat_template import GUARD
 from server.requests import ChatRequest, Prompt
 from server.service import Service
 
@@ -24,30 +24,29 @@ async def prompt_text(engine: Engine, prompt: Prompt) -> str:
 
 
 async def render_chat(service: Service, chat: ChatRequest) -> str:
-    """The chat as the model's template writes it, contents guarded; off the loop, templates may be
-    slow.
+    """The chat as the template writes it, contents guarded; off the loop, templates may be slow.
 
     Raises: TemplateError, RequestError.
     """
     template = service.chat_template
-    variables = {**service.settings.chat_template_kwargs, **chat.template_kwargs}
-
-    def render() -> str:
-        return template.render(
-            chat.messages,
-            chat.tools,
-            chat.add_generation_prompt,
-            chat.continue_final_message,
-            **variables,
-        )
-
-    return await asyncio.to_thread(render)
+    return await asyncio.to_thread(template.render, chat.messages, **_options(service, chat))
 
 
 async def chat_ids(service: Service, chat: ChatRequest) -> list[int]:
     """The token ids of a chat; a BOS that the template wrote itself is not doubled."""
-    text = await render_chat(service, chat)
-    return await service.engine.tokenize(text, parse_special=True, guard=GUARD)
+    return await service.engine.chat_prompt(
+        chat.messages, template=service.chat_template, **_options(service, chat)
+    )
+
+
+def _options(service: Service, chat: ChatRequest) -> dict[str, Any]:
+    return {
+        **service.settings.chat_template_kwargs,
+        **chat.template_kwargs,
+        "tools": chat.tools,
+        "add_generation_prompt": chat.add_generation_prompt,
+        "continue_final_message": chat.continue_final_message,
+    }
 
 
 async def _ids(engine: Engine, prompt: list[str | int]) -> list[int]:
