@@ -47,7 +47,8 @@ class Kernel:
     @cached_property
     def text(self) -> str:
         """The text an assembler gets."""
-        return ptx.expand(self.source, ENTRY=self.entry, **dict(self.defines))
+        defines: dict[str, Any] = {"ENTRY": self.entry, **self.defines}
+        return ptx.expand(self.source, **defines)
 
     @property
     def text_hash(self) -> str:

@@ -55,7 +55,7 @@ class ExpertCase:
         gates, ups = self._place(memory, (0, 2, 4)), self._place(memory, (1, 3, 5))
         experts = _slots(np.stack([gates, ups, [0, 0, 0]], axis=1))
         records = memory.place(quantize_rows(self.fmt.activation, self.x), writable=False)
-        return self._launch(memory, kernel, launch, launch.pairs, records, experts, 2)
+        return self._launch(memory, kernel, launch, self.n_rows, records, experts, 2)
 
     def run_down(self, kernel: interpreter.Kernel, launch: RowLaunch) -> Floats:
         """y f32[4, n_rows] of the kernel."""
@@ -63,7 +63,8 @@ class ExpertCase:
         downs = self._place(memory, (0, 1, 2))
         experts = _slots(np.stack([[16, 16, 16], [16, 16, 16], downs], axis=1))
         h = memory.place(self.h, writable=False)
-        return self._launch(memory, kernel, launch, 2 * launch.pairs, h, experts)
+        n_pairs = -(-self.n_rows // 2)
+        return self._launch(memory, kernel, launch, n_pairs, h, experts)
 
     def gate_up(self) -> Floats:
         """What h has to be."""
@@ -98,7 +99,7 @@ class ExpertCase:
         memory: interpreter.Memory,
         kernel: interpreter.Kernel,
         launch: RowLaunch,
-        rows_per_block: int,
+        n_pairs: int,
         operand: int,
         experts: NDArray[np.uint64],
         *more: int,
@@ -117,7 +118,7 @@ class ExpertCase:
         ]
         kernel.launch(
             memory,
-            (-(-self.n_rows // rows_per_block), 4),
+            launch.grid(n_pairs, 4),
             (launch.block,),
             args,
             dynamic_shared=launch.shared_bytes(self.fmt, self.n),
