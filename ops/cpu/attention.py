@@ -19,12 +19,13 @@ from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
 from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, Q8_CACHE
 from ops.cpu.memory import array, load_f32, load_i32, store_f32, store_i64
 from ops.cpu.program import address_of, aligned
-from ops.cpu.rows import merge_row, scale_row
+from ops.cpu.rows import merge_row, scale_row, widen_f16
 from ops.cpu.vector import max16, sum16
 
 BLOCK_TOKENS = 512
 BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
 TILE_ROWS = 32
+WIDEN_ROWS = 8
 SCORE_ROW = 4 * BLOCK_TOKENS
 MINUS_INFINITY = np.float32(-np.inf)
 PARTIAL_HEAD = 64
@@ -93,22 +94,27 @@ WORKSPACE = args_record(
     block_values="i8",
     block_peaks="i8",
     block_totals="i8",
+    page="i8",
 )
-"""A worker's arrays for up to `n_rows` query rows: i64 queries[row], f32 the rest."""
+"""A worker's arrays for up to `n_rows` query rows: i64 queries[row], f32 the rest.
+
+page: room for one page of one head as f32.
+"""
 WORKSPACE_BYTES = WORKSPACE.itemsize
 
 
 def attention_workspaces(
-    n_workers: int, n_head: int, n_head_kv: int, dim_v_padded: int
+    n_workers: int, n_head: int, n_head_kv: int, dim: int
 ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-    """WORKSPACE[n_workers], and the arrays it points to."""
+    """WORKSPACE[n_workers], and the arrays it points to; dim: of keys and values, the larger."""
     rows = max(TILE_ROWS, n_head // n_head_kv)
     columns = {name: 1 for name in WORKSPACE.names or ()}
-    columns.update(scores=BLOCK_TOKENS, values=dim_v_padded, block_values=dim_v_padded)
+    columns.update(scores=BLOCK_TOKENS, values=dim, block_values=dim, page=dim)
     workspaces = np.zeros(n_workers, WORKSPACE)
     arrays = []
     for name, width in columns.items():
-        memory = aligned((n_workers, rows, width), "i8" if name == "queries" else "f4")
+        n_rows = PAGE_TOKENS if name == "page" else rows
+        memory = aligned((n_workers, n_rows, width), "i8" if name == "queries" else "f4")
         workspaces[name] = [address_of(memory[worker]) for worker in range(n_workers)]
         arrays.append(memory)
     return workspaces, arrays
@@ -230,6 +236,22 @@ def begin(a, item, w, kv_head):
 
 
 @kernel_njit
+def page_at(pages, page_bytes, table, index):
+    """Address of the `index`th page of a sequence."""
+    return pages + np.int64(load_i32(table + 4 * index)) * page_bytes
+
+
+@kernel_njit
+def widened(cache, w, n_rows, values, n):
+    """(cache type, address) of the `n` numbers of a page: half-precision ones that many rows read
+    are converted once, which changes no bit."""
+    if cache != F16_CACHE or n_rows < WIDEN_ROWS:
+        return cache, values
+    widen_f16(w.page, values, n)
+    return F32_CACHE, w.page
+
+
+@kernel_njit
 def attend_block(a, item, w, kv_head, n_rows, block):
     """Results of one block into block_peaks, block_totals, block_values; rows before it get -1."""
     table = a.page_tables + a.table_stride * load_i32(a.sequences + 4 * item.token)
@@ -243,9 +265,9 @@ def attend_block(a, item, w, kv_head, n_rows, block):
             store_i64(a.error, 1)
             return
     for p in range(n_pages):
-        page = np.int64(load_i32(table + 4 * p))
-        keys = a.k_pages + page * a.k_page_bytes + kv_head * a.k_head_bytes
-        page_scores(a.k_cache, w.queries, n_rows, keys, a.dim_k, w.scores + 4 * PAGE_TOKENS * p)
+        keys = page_at(a.k_pages, a.k_page_bytes, table, p) + kv_head * a.k_head_bytes
+        cache, keys = widened(a.k_cache, w, n_rows, keys, PAGE_TOKENS * a.dim_k)
+        page_scores(cache, w.queries, n_rows, keys, a.dim_k, w.scores + 4 * PAGE_TOKENS * p)
     for row in range(n_rows):
         n_visible = min(BLOCK_TOKENS, first + row // group + 1)
         scores_at = w.scores + SCORE_ROW * row
@@ -256,10 +278,10 @@ def attend_block(a, item, w, kv_head, n_rows, block):
         store_f32(w.block_totals + 4 * row, total)
     clear(w.block_values, n_rows * 4 * a.dim_v_padded)
     for p in range(n_pages):
-        page = np.int64(load_i32(table + 4 * p))
-        values = a.v_pages + page * a.v_page_bytes + kv_head * a.v_head_bytes
+        values = page_at(a.v_pages, a.v_page_bytes, table, p) + kv_head * a.v_head_bytes
+        cache, values = widened(a.v_cache, w, n_rows, values, PAGE_TOKENS * a.dim_v_padded)
         weights, seen = w.scores + 4 * PAGE_TOKENS * p, first + 1 - p * PAGE_TOKENS
-        page_values(a.v_cache, weights, n_rows, values, a.dim_v_padded, seen, group, w.block_values)
+        page_values(cache, weights, n_rows, values, a.dim_v_padded, seen, group, w.block_values)
 
 
 @kernel_njit

@@ -39,16 +39,17 @@ def default_threads() -> int:
 
 
 def pin_to(n_threads: int) -> list[int] | None:
-    """A processor for each worker, or None where pinning would hurt (too few cores, a quota)."""
-    cores = available_cores()
+    """A processor for each worker, or None where pinning would hurt.
+
+    With a quota, or without a processor to spare for the event loop, workers float: the one whose
+    processor the loop takes between two steps can go on elsewhere.
+    """
+    cores, allowed = available_cores(), _allowed()
     quota = cpu_quota()
     if quota is not None and quota < len(cores):
         return None
-    if n_threads <= len(cores):
-        return cores[:n_threads]
-    allowed = _allowed()
     rest = [cpu for cpu in allowed if cpu not in cores]
-    return (cores + rest)[:n_threads] if n_threads <= len(allowed) else None
+    return (cores + rest)[:n_threads] if n_threads < len(allowed) else None
 
 
 def _allowed() -> list[int]:

@@ -11,8 +11,9 @@ from ops.cpu.job import args_record, job_kernel, kernel_njit
 from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, SCALE_DIMS
 from ops.cpu.memory import array, load_i32, store_f32, store_i64
 from ops.cpu.norm import rms_scale
-from ops.cpu.rows import scale_by_row, scale_row, store_f16, store_i8
-from ops.cpu.vector import f32_at, fma_f32
+from ops.cpu.rope import rotate_halves, rotate_neighbours
+from ops.cpu.rows import narrow_f16, scale_by_row, scale_row, scatter_f16, store_i8
+from ops.cpu.vector import f32_at
 
 NORM_NONE, NORM_HEAD, NORM_ROW = 0, 1, 2
 ROPE_NONE, ROPE_NEOX, ROPE_NORM = 0, 1, 2
@@ -72,18 +73,13 @@ def norm_heads(row, n_heads, dim, weight, kind, eps):
 
 @kernel_njit
 def rotate(row, n_heads, dim, kind, n_rot, cosines, sines):
-    """Rope of each head in place: (x, y) -> (x cos - y sin, x sin + y cos)."""
-    n_pairs = n_rot // 2
-    step = 1 if kind == ROPE_NEOX else 2
-    apart = n_pairs if kind == ROPE_NEOX else 1
-    cos, sin = f32_at(cosines), f32_at(sines)
+    """Rope of each head in place."""
     for head in range(n_heads):
-        x = f32_at(row + 4 * head * dim)
-        for i in range(n_pairs):
-            first = i * step
-            a, b = x[first], x[first + apart]
-            x[first] = fma_f32(a, cos[i], -(b * sin[i]))
-            x[first + apart] = fma_f32(a, sin[i], b * cos[i])
+        x = row + 4 * head * dim
+        if kind == ROPE_NEOX:
+            rotate_halves(x, n_rot // 2, cosines, sines)
+        else:
+            rotate_neighbours(x, n_rot // 2, cosines, sines)
 
 
 @kernel_njit
@@ -107,8 +103,7 @@ def store_key(cache, x, dim, page, cell):
         for d in range(dim):
             store_f32(page + 4 * (d * PAGE_TOKENS + cell), values[d])
     elif cache == F16_CACHE:
-        for d in range(dim):
-            store_f16(page + 2 * (d * PAGE_TOKENS + cell), values[d])
+        scatter_f16(page + 2 * cell, 2 * PAGE_TOKENS, x, dim)
     else:
         for group in range(dim // SCALE_DIMS):
             first = group * SCALE_DIMS
@@ -125,11 +120,9 @@ def store_value(cache, x, dim, padded, page, cell):
     """One head's value f32[dim] into row `cell` of its page."""
     values = f32_at(x)
     if cache == F32_CACHE:
-        for d in range(dim):
-            store_f32(page + 4 * (cell * padded + d), values[d])
+        scale_row(page + 4 * cell * padded, x, dim, np.float32(1))
     elif cache == F16_CACHE:
-        for d in range(dim):
-            store_f16(page + 2 * (cell * padded + d), values[d])
+        narrow_f16(page + 2 * cell * padded, x, dim)
     else:
         n_groups = dim // SCALE_DIMS
         for group in range(n_groups):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import cfunc, njit, types
+from numpy.typing import NDArray
 
 from ops.cpu.memory import array
+from ops.cpu.program import aligned
 
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
 """void job(int64 args, int64 chunk, int64 worker)"""
@@ -45,6 +48,14 @@ def job_kernel(function: Callable[[int, int, int], None]) -> JobKernel:
 def args_record(name: str, **fields: str) -> np.dtype[np.void]:
     """A record of job arguments: field name -> "i8", "f4", ... ; addresses are i8."""
     return np.dtype(list(fields.items()), align=True, metadata={"name": name})
+
+
+def record(dtype: np.dtype[Any], **values: Any) -> NDArray[Any]:
+    """One record of job arguments; fields without a value are 0."""
+    made = aligned(1, dtype)
+    for name, value in values.items():
+        made[name] = value
+    return made
 
 
 @kernel_njit

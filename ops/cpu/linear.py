@@ -47,8 +47,8 @@ PRODUCTS = args_record(
     scratch_bytes="i8",
     not_finite="i8",
 )
-"""n_tokens: address of an i64; not_finite: i32 flags of the tokens, set where a result is NaN or
-infinite; 0: not looked at."""
+"""n_tokens: address of an i64; not_finite: i32 flags, one of any token and then one of each, set
+where a result is NaN or infinite; 0: not looked at."""
 
 
 @kernel_njit
@@ -100,4 +100,5 @@ def products(args: int, chunk: int, worker: int) -> None:
         for t in range(n_tokens):
             y = load_i64(part.y_ptrs + 8 * t) + 4 * first_row
             if not is_finite_row(y, end_row - first_row):
-                store_i32(a.not_finite + 4 * t, np.int32(1))
+                store_i32(a.not_finite, np.int32(1))
+                store_i32(a.not_finite + 4 + 4 * t, np.int32(1))

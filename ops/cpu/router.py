@@ -92,9 +92,10 @@ def softmax(x, out, n):
     for i in range(1, n):
         if x[i] > peak:
             peak = x[i]
+    for i in range(n):  # alone: it becomes vectors
+        out[i] = exp(x[i] - peak)
     total = np.float32(0)
     for i in range(n):
-        out[i] = exp(x[i] - peak)
         total += out[i]
     for i in range(n):
         out[i] = out[i] / total
@@ -103,10 +104,11 @@ def softmax(x, out, n):
 @kernel_njit
 def best(scores, n):
     """Index of the largest value, the lowest on ties; 0 where all are NaN."""
-    found = 0
+    found, largest = 0, scores[0]
     for i in range(1, n):
-        if scores[i] > scores[found] or (scores[found] != scores[found] and scores[i] == scores[i]):
-            found = i
+        score = scores[i]
+        if score > largest or (largest != largest and score == score):
+            found, largest = i, score
     return found
 
 

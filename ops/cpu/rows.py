@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ops.cpu.vector import (
@@ -18,6 +19,7 @@ from ops.cpu.vector import (
     VECTOR,
     accumulators,
     at,
+    constant,
     emit_each,
     fma,
     load,
@@ -136,14 +138,62 @@ def is_finite_row(_: Any, x: types.Type, n: types.Type) -> tuple[Any, Any]:
 
 
 @intrinsic
-def store_f16(_: Any, address: types.Type, value: types.Type) -> tuple[Any, Any]:
-    """store_f16(address, f32): the nearest half-precision number."""
+def widen_f16(_: Any, out: types.Type, x: types.Type, n: types.Type) -> tuple[Any, Any]:
+    """widen_f16(out, x, n): out f32[n] = x f16[n], n a multiple of 16."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store(builder, args[0], builder.fptrunc(args[1], ir.HalfType()))
+        out, x, n = args
+        with cgutils.for_range(builder, builder.sdiv(n, constant(LANES))) as loop:
+            half = load(builder, at(builder, x, loop.index, 2 * LANES), ir.HalfType())
+            store(builder, at(builder, out, loop.index, 4 * LANES), builder.fpext(half, VECTOR))
         return context.get_dummy_value()
 
-    return types.void(ADDRESS, F32), codegen
+    return types.void(ADDRESS, ADDRESS, ADDRESS), codegen
+
+
+def _half(builder: Any, x: Any, index: Any, count: int) -> Any:
+    value = load(builder, at(builder, x, index, 4), count=count)
+    half = ir.HalfType()
+    return builder.fptrunc(value, half if count == 1 else ir.VectorType(half, count))
+
+
+@intrinsic
+def narrow_f16(_: Any, out: types.Type, x: types.Type, n: types.Type) -> tuple[Any, Any]:
+    """narrow_f16(out, x, n): out f16[n] = the nearest numbers to x f32[n]."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, x, n = args
+
+        def body(index: Any, count: int) -> None:
+            store(builder, at(builder, out, index, 2), _half(builder, x, index, count))
+
+        emit_each(builder, n, body)
+        return context.get_dummy_value()
+
+    return types.void(ADDRESS, ADDRESS, ADDRESS), codegen
+
+
+@intrinsic
+def scatter_f16(
+    _: Any, out: types.Type, stride: types.Type, x: types.Type, n: types.Type
+) -> tuple[Any, Any]:
+    """scatter_f16(out, stride, x, n): the nearest f16 to x[i] at out + i * stride bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, stride, x, n = args
+
+        def body(index: Any, count: int) -> None:
+            values = _half(builder, x, index, count)
+            address = builder.add(out, builder.mul(index, stride))
+            for lane in range(count):
+                value = values if count == 1 else builder.extract_element(values, I32(lane))
+                store(builder, address, value)
+                address = builder.add(address, stride)
+
+        emit_each(builder, n, body)
+        return context.get_dummy_value()
+
+    return types.void(ADDRESS, ADDRESS, ADDRESS, ADDRESS), codegen
 
 
 @intrinsic

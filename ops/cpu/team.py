@@ -1,7 +1,8 @@
 """Team: long-lived worker threads that walk programs, the only process-wide object.
 
-Each worker is a Python thread inside one compiled function that holds no GIL; it is pinned to a
-core where there is one for each.  Engines share the team: `acquire_team` counts references.
+Each worker is a Python thread inside one compiled function that holds no GIL; workers are pinned to
+cores where one is left for the event loop.  Engines share the team: `acquire_team` counts
+references.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Team:
         self._submitting = threading.Lock()
         self._control = aligned(walk.CONTROL_BYTES // 8, np.int64)
         self._address = address_of(self._control)
-        self._set_libc()
+        self._set_constants()
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"worker-{i}", daemon=True)
             for i in range(n_threads)
@@ -102,7 +103,7 @@ class Team:
                 self.cpus = None  # a container may forbid it: the workers float
         walk.work(self._address, worker)
 
-    def _set_libc(self) -> None:
+    def _set_constants(self) -> None:
         libc = ctypes.CDLL(None)
         for offset, name in (
             (walk.SYSCALL, "syscall"),
@@ -114,6 +115,7 @@ class Team:
             self._control[offset // 8] = address or 0
         futex = FUTEX_NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" else 0
         self._control[walk.FUTEX // 8] = futex
+        self._control[walk.N_WORKERS // 8] = self.n_threads
 
 
 class _SharedTeam:

@@ -185,16 +185,6 @@ def max16(_: Any, x: types.Type, n: types.Type) -> tuple[Any, Any]:
 
 
 @intrinsic
-def fma_f32(_: Any, a: types.Type, b: types.Type, c: types.Type) -> tuple[Any, Any]:
-    """fma_f32(a, b, c) -> a * b + c rounded once; a loop of it becomes vectors."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return fma(builder, *args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
-
-
-@intrinsic
 def f32_of_bits(_: Any, bits: types.Type) -> tuple[Any, Any]:
     """f32_of_bits(int32) -> the f32 of that bit pattern."""
 

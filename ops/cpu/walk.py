@@ -29,10 +29,13 @@ from ops.cpu.memory import (
     store_i64,
 )
 from ops.cpu.program import (
-    CYCLES_OFFSET,
+    CYCLES,
+    CYCLES_ROWS,
+    CYCLES_STRIDE,
     END_JOB,
     EVENT,
     FIRST_JOB,
+    INDEX_OFFSET,
     LINE,
     N_CHUNKS_OFFSET,
     N_FINISHED,
@@ -40,16 +43,16 @@ from ops.cpu.program import (
     RUNNING,
 )
 
-# The control block: one cache line a word that several threads write.
-CLAIM, N_DONE, BUSY, WAKE, SLEEPING, STOP, HEAD, TAIL, CURRENT, LIBC, RING = (
-    LINE * i for i in range(11)
-)
+# The control block: one cache line a word that several threads write.  The job that is worked on
+# lies beside its claim word: one line to fetch.
+CLAIM, N_DONE, BUSY, WAKE, SLEEPING, STOP, HEAD, TAIL, LIBC, RING = (LINE * i for i in range(10))
 RING_SLOTS = 64
 CONTROL_BYTES = RING + 8 * RING_SLOTS
-# Words of the line CURRENT, written only by the worker that moves on.
-FUNCTION, ARGS, N_CHUNKS, JOB_AT, JOB_END, PROGRAM, STARTED = (CURRENT + 8 * i for i in range(7))
-# Words of the line LIBC: addresses of functions, and the number of the futex call (0: none).
-SYSCALL, WRITE, USLEEP, YIELD, FUTEX = (LIBC + 8 * i for i in range(5))
+# Words written only by the worker that moves on.
+FUNCTION, ARGS, N_CHUNKS, JOB_AT, JOB_END, PROGRAM, STARTED = (CLAIM + 8 * i for i in range(1, 8))
+# Words of the line LIBC: addresses of functions, the number of the futex call (0: none), and how
+# many workers there are.
+SYSCALL, WRITE, USLEEP, YIELD, FUTEX, N_WORKERS = (LIBC + 8 * i for i in range(6))
 
 LEFT = 0xFFFFFFFF
 FUTEX_WAIT_PRIVATE = 128
@@ -58,6 +61,7 @@ SPIN_CYCLES = 500_000  # about 200 us between the end of a program and sleep
 YIELD_AFTER = 1_000  # pauses (about 40 us) in one wait before the core is offered to others
 SLEEP_US = 200  # of a worker without futex, between two looks
 WOKEN_EACH = 2  # sleepers woken by one that wakes: the submitter pays for one only
+SHARES = 4  # a worker claims this fraction of its even share of the chunks that are left
 
 
 @intrinsic
@@ -147,6 +151,14 @@ def finish(control, program):
     call_i64(load_i64(control + WRITE), (event, program + ONE, 8))
 
 
+@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)
+def count_cycles(program, job, worker, started):
+    """Add the time since `started` to the worker's own count for the job: no line is shared."""
+    row = worker % CYCLES_ROWS * load_i64(program + CYCLES_STRIDE)
+    at = load_i64(program + CYCLES) + row + 8 * load_i64(job + INDEX_OFFSET)
+    store_i64(at, load_i64(at) + cycle_counter() - started)
+
+
 @njit("void(int64, int64)", nogil=True, cache=True)
 def move_on(control, worker):
     """Go to the next job of more than one chunk, running those of one chunk on the way."""
@@ -154,8 +166,7 @@ def move_on(control, worker):
     job = load_i64(control + JOB_AT)
     end = load_i64(control + JOB_END)
     if program != 0:
-        elapsed = cycle_counter() - load_i64(control + STARTED)
-        store_i64(job + CYCLES_OFFSET, load_i64(job + CYCLES_OFFSET) + elapsed)
+        count_cycles(program, job, worker, load_i64(control + STARTED))
     job += LINE
     while True:
         while job == end:
@@ -172,8 +183,7 @@ def move_on(control, worker):
         if n_chunks == 1:
             started = cycle_counter()
             call(load_i64(job), (load_i64(job + 8), 0, worker))
-            elapsed = cycle_counter() - started
-            store_i64(job + CYCLES_OFFSET, load_i64(job + CYCLES_OFFSET) + elapsed)
+            count_cycles(program, job, worker, started)
         job += LINE
     store_i64(control + PROGRAM, program)
     store_i64(control + JOB_AT, job)
@@ -183,18 +193,25 @@ def move_on(control, worker):
 
 @njit("void(int64, int64)", nogil=True, cache=True)
 def drain(control, worker):
-    """Take chunks until none is left to take."""
+    """Take chunks until none is left to take: several while many are left, one of the last ones.
+
+    A claim moves a cache line from core to core, which takes as long as a small chunk.
+    """
+    shares = SHARES * load_i64(control + N_WORKERS)
     while True:
         claim = atomic_load(control + CLAIM)
         left = claim & LEFT
         if left == 0:
             return
-        if compare_and_swap(control + CLAIM, claim, claim - 1):
+        taken = max(1, left // shares)
+        if compare_and_swap(control + CLAIM, claim, claim - taken):
             n_chunks = load_i64(control + N_CHUNKS)
             function = load_i64(control + FUNCTION)
             if function != 0:
-                call(function, (load_i64(control + ARGS), n_chunks - left, worker))
-            if atomic_add(control + N_DONE, 1) == n_chunks - 1:
+                args, first = load_i64(control + ARGS), n_chunks - left
+                for chunk in range(first, first + taken):
+                    call(function, (args, chunk, worker))
+            if atomic_add(control + N_DONE, taken) == n_chunks - taken:
                 move_on(control, worker)
 
 

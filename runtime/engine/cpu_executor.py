@@ -20,6 +20,7 @@ from ops.cpu.linear import products
 from ops.cpu.matmul import matmul_address
 from ops.cpu.norm import norm, quantize
 from ops.cpu.router import group, route
+from ops.cpu.step_inputs import fill_function
 from ops.cpu.team import Team, TeamError, acquire_team
 from runtime.engine.embedding import EmbeddingRows
 from runtime.engine.executor import ExecutorLimits
@@ -58,6 +59,8 @@ class CPUExecutor:
         self._chunks = builder.chunks
         self._x = builder.x.memory.view(np.float32)
         self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
+        if self._embedding.table is not None:
+            self._buffers.embed_from(self._embedding.table, builder.x)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[asyncio.Future[None]] = []
         self._running = False
@@ -76,7 +79,11 @@ class CPUExecutor:
         if self._closed:
             raise EngineClosed("the executor is closed")
         self._listen()
-        self._prepare(step)
+        if step.page_copies:
+            self._pages.copy(step.page_copies)
+        self._chunks.apply(step.n_tokens, len(step.output_tokens), *self._buffers.fill(step))
+        if self._embedding.table is None:
+            await self._embedding.copy_to(self._x[: step.n_tokens], step.token_ids)
         self._running = True
         try:
             self._team.submit(self._program)
@@ -87,8 +94,8 @@ class CPUExecutor:
         if self._program.take_error() != 0:
             raise EngineBug("a step names a position of a sequence that has no page")
         n_outputs = len(step.output_tokens)
-        if self._buffers.not_finite[:n_outputs].any():
-            wrong = np.flatnonzero(self._buffers.not_finite[:n_outputs]).tolist()
+        if self._buffers.not_finite[0]:
+            wrong = np.flatnonzero(self._buffers.not_finite[1 : n_outputs + 1]).tolist()
             raise ComputeError(f"the logits of outputs {wrong} of the step are not finite")
         return StepResult(self._buffers.logits[:n_outputs])
 
@@ -129,24 +136,6 @@ class CPUExecutor:
             self._loop.remove_reader(self._program.event)
         self._program.close()
         self._team.release()
-
-    def _prepare(self, step: Step) -> None:
-        """Write the step's inputs where the jobs read them."""
-        n, limits = step.n_tokens, self._limits
-        n_outputs = len(step.output_tokens)
-        if not 0 < n <= limits.max_step_tokens or len(step.page_tables) > limits.max_sequences:
-            raise EngineBug(
-                f"a step of {n} tokens and {len(step.page_tables)} sequences is beyond the "
-                f"executor's {limits.max_step_tokens} and {limits.max_sequences}"
-            )
-        last = int(step.positions.max())
-        if last >= self._buffers.n_positions or int(step.token_ids.max()) >= limits.n_vocab:
-            raise EngineBug(f"a step reaches position {last} or names a token that does not exist")
-        if step.page_copies:
-            self._pages.copy(step.page_copies)
-        self._embedding.copy_to(self._x[:n, : self._model.spec.n_embd], step.token_ids)
-        n_items, split = self._buffers.fill(step)
-        self._chunks.apply(n, n_outputs, n_items, split)
 
     def _listen(self) -> None:
         """Watch the program's event on the running loop."""
@@ -222,6 +211,7 @@ def compile_kernels(model: Model, progress: Progress | None = None) -> None:
     """Compile, or load from the cache, every kernel that `model` needs."""
     steps: list[Callable[[], object]] = [kernel.compile for kernel in JOB_KERNELS]
     steps += [partial(matmul_address, name) for name in sorted(_product_formats(model))]
+    steps.append(fill_function)
     for n_ready, step in enumerate(steps):
         if progress is not None:
             progress(n_ready, len(steps))

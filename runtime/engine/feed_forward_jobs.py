@@ -19,14 +19,14 @@ from ops.cpu.experts import (
     down,
     gate_up,
 )
-from ops.cpu.job import JobKernel
+from ops.cpu.job import JobKernel, record
 from ops.cpu.matmul import SCRATCH_BYTES
 from ops.cpu.program import Program, address_of, aligned
 from ops.cpu.router import GROUP, ROUTE, group, route
 from ops.quants.block import ACTIVATION_GROUP
 from runtime.engine.activation_rows import ActivationRows, Rows
-from runtime.engine.matrix_jobs import MatrixJobs, record, rows_per_chunk
-from runtime.engine.step_buffers import StepBuffers
+from runtime.engine.matrix_jobs import MatrixJobs, rows_per_chunk
+from runtime.engine.step_chunks import StepRows
 from runtime.models.model import Model
 from runtime.models.spec import (
     Activation,
@@ -63,14 +63,11 @@ class FeedForwardJobs:
     def __init__(
         self,
         program: Program,
-        per_token: list[int],
         model: Model,
-        buffers: StepBuffers,
         n_workers: int,
         n_tokens: int,
     ) -> None:
-        self._program, self._per_token = program, per_token
-        self._model, self._buffers = model, buffers
+        self._program, self._model = program, model
         self._n_workers, self._n_tokens = n_workers, n_tokens
         n_bytes = FEED_FORWARD_SCRATCH_BYTES + SCRATCH_BYTES
         self._scratch = aligned((n_workers, n_bytes), np.uint8)
@@ -89,21 +86,23 @@ class FeedForwardJobs:
             x.want(self._model.weights[linear.weight].format.activation)
         return Prepared(spec, x)
 
-    def add(self, name: str, prepared: Prepared, matrices: MatrixJobs) -> dict[str, int]:
+    def add(
+        self, name: str, prepared: Prepared, matrices: MatrixJobs, rows: StepRows
+    ) -> dict[str, int]:
         """Add the block's jobs; the fields of the next norm that add its result to the stream."""
         spec, x = prepared.spec, prepared.x
         if isinstance(spec, DenseSpec):
             record_, out, counts = self._feed_forward(spec, x, matrices, "dense", self._n_tokens)
-            self._jobs(name, record_, counts, None, 0)
+            self._jobs(name, record_, counts, None, rows)
             return {"delta": out.address, "delta_stride": out.stride}
-        return self._moe(name, spec, x, matrices)
+        return self._moe(name, spec, x, matrices, rows)
 
     def _moe(
-        self, name: str, spec: MoeSpec, x: ActivationRows, matrices: MatrixJobs
+        self, name: str, spec: MoeSpec, x: ActivationRows, matrices: MatrixJobs, rows: StepRows
     ) -> dict[str, int]:
         n, k = self._n_tokens, spec.n_used
         routing = self._room("routing", n * k, spec.n_expert, _Routing)
-        self._route(name, spec, x, matrices, routing)
+        self._route(name, spec, x, matrices, routing, rows)
         experts, out, (gate_up_chunks, down_chunks) = self._feed_forward(
             spec, x, matrices, "experts", n * k
         )
@@ -131,7 +130,7 @@ class FeedForwardJobs:
         grouping = record(
             GROUP,
             choices=address_of(routing.choices),
-            n_tokens=address_of(self._buffers.n_tokens),
+            n_tokens=address_of(rows.n_rows),
             n_used=k,
             n_expert=spec.n_expert,
             counts=address_of(routing.counts),
@@ -145,7 +144,7 @@ class FeedForwardJobs:
             down_per_expert=down_chunks,
         )
         self._program.add(f"{name}group", group.address, grouping)
-        jobs = self._jobs(name, dense, dense_chunks, experts, 0)
+        jobs = self._jobs(name, dense, dense_chunks, experts, rows)
         grouping["gate_up_chunks"] = self._program.n_chunks_address(jobs[0])
         grouping["down_chunks"] = self._program.n_chunks_address(jobs[1])
         return fields
@@ -157,6 +156,7 @@ class FeedForwardJobs:
         x: ActivationRows,
         matrices: MatrixJobs,
         routing: _Routing,
+        rows: StepRows,
     ) -> None:
         """The router's product and choice, the shared expert's gate with it."""
         n = self._n_tokens
@@ -165,7 +165,7 @@ class FeedForwardJobs:
         gate = spec.shared.gate if spec.shared is not None else None
         if gate is not None:
             parts.append(matrices.part(gate, x, routing.shared_logits))
-        matrices.products(f"{name}router", parts, self._buffers.n_tokens)
+        matrices.products(f"{name}router", parts, rows)
         scratch = self._room("route", self._n_workers, 12 * spec.n_expert, Rows)
         router = spec.router
         args = record(
@@ -187,7 +187,7 @@ class FeedForwardJobs:
             scratch_bytes=scratch.stride,
             scale=router.scale,
         )
-        self._per_token.append(self._program.add(f"{name}route", route.address, args))
+        rows.per_row.append(self._program.add(f"{name}route", route.address, args))
 
     def _feed_forward(
         self,
@@ -241,7 +241,7 @@ class FeedForwardJobs:
         dense: NDArray[Any] | None,
         dense_chunks: tuple[int, int],
         experts: NDArray[Any] | None,
-        n_chunks: int,
+        rows: StepRows,
     ) -> tuple[int, int]:
         args = record(
             FEED_FORWARDS,
@@ -249,7 +249,7 @@ class FeedForwardJobs:
             dense_gate_up_chunks=dense_chunks[0],
             dense_down_chunks=dense_chunks[1],
             experts=0 if experts is None else address_of(experts),
-            n_tokens=address_of(self._buffers.n_tokens),
+            n_tokens=address_of(rows.n_rows),
             scratch=address_of(self._scratch),
             scratch_bytes=self._scratch.strides[0],
         )

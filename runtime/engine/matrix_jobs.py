@@ -7,42 +7,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.job import JobKernel
+from ops.cpu.job import JobKernel, record
 from ops.cpu.linear import MATRIX, PART, PRODUCTS, products
 from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
 from ops.cpu.program import Program, address_of, aligned
 from runtime.engine.activation_rows import ActivationRows, Rows
-from runtime.engine.step_buffers import StepBuffers
+from runtime.engine.step_chunks import StepRows
 from runtime.models.model import Model
 from runtime.models.spec import Linear
 
 KERNELS: tuple[JobKernel, ...] = (products,)
 CHUNKS_PER_WORKER = 4  # so that a slow core holds the others up by a fraction of a job
-CHUNK_BYTES = 24 * 1024  # of weights at least: about 1 us of work, what a chunk's claim costs x 10
+CHUNK_BYTES = 48 * 1024  # of weights in a chunk at least, about 2 us of work: a chunk costs 0.2 us
+SMALL_CHUNK_BYTES = 16 * 1024  # at least, where otherwise workers would have nothing to do
 ROWS = 16  # chunks are multiples of it
-
-
-def record(dtype: np.dtype[Any], **values: Any) -> NDArray[Any]:
-    """One record of job arguments; fields without a value are 0."""
-    made = aligned(1, dtype)
-    for name, value in values.items():
-        made[name] = value
-    return made
 
 
 def rows_per_chunk(n_rows: int, row_bytes: int, n_workers: int, n_alike: int = 1) -> int:
     """Rows of a chunk, when `n_alike` matrices of this size are multiplied together."""
-    wanted = -(-n_rows * n_alike // (CHUNKS_PER_WORKER * n_workers))
-    rows = max(wanted, -(-CHUNK_BYTES // row_bytes))
+    n_bytes = n_rows * row_bytes * n_alike
+    most = max(n_bytes // CHUNK_BYTES, min(n_workers, n_bytes // SMALL_CHUNK_BYTES), 1)
+    n_chunks = min(CHUNKS_PER_WORKER * n_workers, most)
+    if n_chunks > n_workers:
+        n_chunks -= n_chunks % n_workers  # as many for each worker
+    rows = -(-n_rows * n_alike // n_chunks)
     return min(-(-rows // ROWS) * ROWS, max(n_rows, 1))
 
 
 class MatrixJobs:
     """Adds jobs of dense products to a program, and keeps what their records point to."""
 
-    def __init__(
-        self, program: Program, model: Model, buffers: StepBuffers, n_workers: int
-    ) -> None:
+    def __init__(self, program: Program, model: Model, n_workers: int) -> None:
         self._program, self._model = program, model
         self._n_workers = n_workers
         self._scratch = aligned((n_workers, SCRATCH_BYTES), np.uint8)
@@ -104,10 +99,10 @@ class MatrixJobs:
         self,
         name: str,
         parts: list[NDArray[Any]],
-        n_tokens: NDArray[np.int64],
+        rows: StepRows,
         not_finite: NDArray[np.int32] | None = None,
     ) -> None:
-        """Add one job that multiplies all parts; `n_tokens` is read when it runs."""
+        """Add one job that multiplies all parts with the step's `rows`."""
         joined = aligned(len(parts), PART)
         n_chunks = 0
         for i, part in enumerate(parts):
@@ -117,10 +112,11 @@ class MatrixJobs:
         args = record(
             PRODUCTS,
             parts=address_of(joined),
-            n_tokens=address_of(n_tokens),
+            n_tokens=address_of(rows.n_rows),
             scratch=address_of(self._scratch),
             scratch_bytes=self._scratch.strides[0],
             not_finite=0 if not_finite is None else address_of(not_finite),
         )
-        self._program.keep += [joined, n_tokens, not_finite]
-        self._program.add(name, products.address, args, n_chunks)
+        self._program.keep += [joined, rows, not_finite]
+        job = self._program.add(name, products.address, args, n_chunks)
+        rows.if_any.append((job, n_chunks))

@@ -7,7 +7,6 @@ are set before each run (`StepChunks`), those that depend on the routing by the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,15 @@ from ops.cpu.attention import (
     attention_workspaces,
 )
 from ops.cpu.heads import HEADS, heads
-from ops.cpu.job import JobKernel
+from ops.cpu.job import JobKernel, record
 from ops.cpu.norm import NORM, QUANTIZE, norm, quantize
 from ops.cpu.program import Program, address_of, aligned
 from runtime.engine.activation_rows import ActivationRows, Rows
 from runtime.engine.feed_forward_jobs import FeedForwardJobs
 from runtime.engine.kv_pages import KVPages
-from runtime.engine.matrix_jobs import MatrixJobs, record
+from runtime.engine.matrix_jobs import MatrixJobs
 from runtime.engine.step_buffers import StepBuffers
+from runtime.engine.step_chunks import StepChunks, StepRows
 from runtime.errors import UnsupportedArchitecture
 from runtime.models.model import Model
 from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
@@ -43,32 +43,6 @@ NORM_KINDS = {
 ROPE_KINDS = {RopePairing.NEOX: heads_job.ROPE_NEOX, RopePairing.NORM: heads_job.ROPE_NORM}
 JOBS_PER_LAYER = 16
 KERNELS: tuple[JobKernel, ...] = (norm, quantize, heads, attention, attention_end)
-
-
-@dataclass
-class StepChunks:
-    """Jobs whose number of chunks follows from the step: lists of job indices."""
-
-    per_token: list[int] = field(default_factory=list)
-    per_output: list[int] = field(default_factory=list)
-    per_item: list[tuple[int, int]] = field(default_factory=list)  # (job, chunks an item)
-    per_partial: list[int] = field(default_factory=list)  # a chunk a token, if results are split
-
-    def freeze(self, program: Program) -> None:
-        """Keep index arrays: `apply` runs before every step."""
-        self._n_chunks = program.n_chunks
-        self._token = np.array(self.per_token, np.intp)
-        self._output = np.array(self.per_output, np.intp)
-        self._item = np.array([job for job, _ in self.per_item], np.intp)
-        self._item_chunks = np.array([n for _, n in self.per_item], np.int64)
-        self._partial = np.array(self.per_partial, np.intp)
-
-    def apply(self, n_tokens: int, n_outputs: int, n_items: int, split: int) -> None:
-        """Set the chunks of a step of `n_items` attention items."""
-        self._n_chunks[self._token] = n_tokens
-        self._n_chunks[self._output] = n_outputs
-        self._n_chunks[self._item] = self._item_chunks * n_items
-        self._n_chunks[self._partial] = n_tokens * split
 
 
 class ProgramBuilder:
@@ -88,12 +62,10 @@ class ProgramBuilder:
         self._buffers, self._pages = buffers, pages
         self._n_workers, self._n_tokens = n_workers, n_tokens
         self.program = Program(JOBS_PER_LAYER * len(spec.layers) + JOBS_PER_LAYER)
-        self.chunks = StepChunks()
+        self.chunks = StepChunks(buffers.n_tokens, buffers.n_outputs)
         self.x = Rows(n_tokens, 4 * spec.n_embd)
-        self._matrices = MatrixJobs(self.program, model, buffers, n_workers)
-        self._feed_forwards = FeedForwardJobs(
-            self.program, self.chunks.per_token, model, buffers, n_workers, n_tokens
-        )
+        self._matrices = MatrixJobs(self.program, model, n_workers)
+        self._feed_forwards = FeedForwardJobs(self.program, model, n_workers, n_tokens)
         self._normed = ActivationRows(n_tokens, spec.n_embd)
         self._delta = Rows(n_tokens, 4 * spec.n_embd)
         self._rope_tables: dict[RopeSpec, tuple[NDArray[Any], NDArray[Any]]] = {}
@@ -104,25 +76,29 @@ class ProgramBuilder:
 
     def build(self) -> Program:
         """The program of all layers and the logits."""
-        spec = self._spec
+        spec, outputs = self._spec, self.chunks.outputs
         pending: dict[str, int] = {}
         for index, layer in enumerate(spec.layers):
-            pending = self._layer(index, layer, pending)
+            # Nothing reads the last layer's rows but the outputs' own logits.
+            rows = outputs if index == len(spec.layers) - 1 else self.chunks.tokens
+            pending = self._layer(index, layer, pending, rows)
         out = ActivationRows(self._n_tokens, spec.n_embd)
         output = self._matrices.part(spec.output, out, self._buffers.logits)
-        job = self._norm("output_norm", spec.output_norm, out, pending, self._buffers.output_tokens)
-        self.chunks.per_output.append(job)
-        self._matrices.products(
-            "logits", [output], self._buffers.n_outputs, self._buffers.not_finite
-        )
+        self._norm("output_norm", spec.output_norm, out, pending, outputs)
+        self._matrices.products("logits", [output], outputs, self._buffers.not_finite)
         self.program.keep += [self.x, out, self._normed, self._delta, self._model]
         self.program.keep += [self._buffers, self._pages]
         self.chunks.freeze(self.program)
         return self.program
 
-    def _layer(self, index: int, layer: LayerSpec, pending: Mapping[str, int]) -> dict[str, int]:
-        """Jobs of one layer; the norm fields that add its result to the residual stream."""
-        mixer = layer.mixer
+    def _layer(
+        self, index: int, layer: LayerSpec, pending: Mapping[str, int], rows: StepRows
+    ) -> dict[str, int]:
+        """Jobs of one layer; the norm fields that add its result to the residual stream.
+
+        rows: those that go on after attention, which reads the keys and values of all tokens.
+        """
+        mixer, tokens = layer.mixer, self.chunks.tokens
         joined = self._heads_rows.setdefault(
             width := mixer.n_q + mixer.n_k + mixer.n_v, Rows(self._n_tokens, 4 * width)
         )
@@ -130,21 +106,25 @@ class ProgramBuilder:
         for linear in mixer.qkv:
             parts.append(self._matrices.part(linear, self._normed, joined, first))
             first += 4 * linear.n_out
-        job = self._norm(f"{index}.mixer_norm", layer.mixer_norm, self._normed, pending)
-        self.chunks.per_token.append(job)
-        self._matrices.products(f"{index}.qkv", parts, self._buffers.n_tokens)
-        attended = self._attention(index, mixer, joined)
+        self._norm(f"{index}.mixer_norm", layer.mixer_norm, self._normed, pending, tokens)
+        self._matrices.products(f"{index}.qkv", parts, tokens)
+        attended = self._attention(index, mixer, joined, rows)
+        source = attended.f32
+        if rows is not tokens:
+            attended = ActivationRows(self._n_tokens, attended.width)
         output = self._matrices.part(mixer.output, attended, self._delta)
-        if attended.quantized:
-            self._quantize(f"{index}.quantize", attended)
-        self._matrices.products(f"{index}.attention_output", [output], self._buffers.n_tokens)
+        self._quantize(f"{index}.quantize", source, attended, rows)
+        self._matrices.products(f"{index}.attention_output", [output], rows)
 
         routed = self._feed_forwards.prepare(layer.feed_forward, self._normed)
         added = {"delta": self._delta.address, "delta_stride": self._delta.stride}
         name = layer.feed_forward_norm
-        job = self._norm(f"{index}.feed_forward_norm", name, self._normed, added)
-        self.chunks.per_token.append(job)
-        return self._feed_forwards.add(f"{index}.", routed, self._matrices)
+        self._norm(f"{index}.feed_forward_norm", name, self._normed, added, rows)
+        return self._feed_forwards.add(f"{index}.", routed, self._matrices, rows)
+
+    def _tokens_of(self, rows: StepRows) -> int:
+        """Address of the token of each row; 0: row i is token i."""
+        return 0 if rows is self.chunks.tokens else address_of(self._buffers.output_tokens)
 
     def _norm(
         self,
@@ -152,14 +132,14 @@ class ProgramBuilder:
         weight: str,
         out: ActivationRows,
         pending: Mapping[str, int],
-        tokens: NDArray[np.int32] | None = None,
-    ) -> int:
+        rows: StepRows,
+    ) -> None:
         args = record(
             NORM,
             x=self.x.address,
             x_stride=self.x.stride,
             n=self._spec.n_embd,
-            tokens=0 if tokens is None else address_of(tokens),
+            tokens=self._tokens_of(rows),
             weight=self._matrices.vector(weight),
             eps=self._spec.eps,
             out_f32=out.f32.address,
@@ -167,19 +147,29 @@ class ProgramBuilder:
             **out.record_fields(),
             **pending,
         )
-        return self.program.add(name, norm.address, args)
+        rows.per_row.append(self.program.add(name, norm.address, args))
 
-    def _quantize(self, name: str, rows: ActivationRows) -> None:
+    def _quantize(self, name: str, x: Rows, out: ActivationRows, rows: StepRows) -> None:
+        """From the f32 rows x of all tokens to every wanted form of `rows`."""
+        is_copied = out.f32 is not x
+        if not (is_copied or out.quantized):
+            return
         args = record(
             QUANTIZE,
-            x=rows.f32.address,
-            x_stride=rows.f32.stride,
-            n=rows.width,
-            **rows.record_fields(),
+            x=x.address,
+            x_stride=x.stride,
+            n=out.width,
+            tokens=self._tokens_of(rows),
+            out_f32=out.f32.address if is_copied else 0,
+            out_f32_stride=out.f32.stride,
+            **out.record_fields(),
         )
-        self.chunks.per_token.append(self.program.add(name, quantize.address, args))
+        self.program.keep += [x, out]
+        rows.per_row.append(self.program.add(name, quantize.address, args))
 
-    def _attention(self, index: int, mixer: AttentionSpec, joined: Rows) -> ActivationRows:
+    def _attention(
+        self, index: int, mixer: AttentionSpec, joined: Rows, rows: StepRows
+    ) -> ActivationRows:
         """The jobs between the QKV products and the output product; what the latter multiplies."""
         if mixer.window is not None or mixer.sinks is not None or mixer.value_scale != 1.0:
             raise UnsupportedArchitecture(
@@ -200,7 +190,9 @@ class ProgramBuilder:
         self._heads(index, mixer, joined, shared)
         args = self._attention_args(mixer, joined, attended.f32, shared)
         job = self.program.add(f"{index}.attention", attention.address, args)
-        self.chunks.per_item.append((job, mixer.n_head_kv))
+        is_last = rows is self.chunks.outputs
+        chunks = self.chunks.per_output_item if is_last else self.chunks.per_item
+        chunks.append((job, mixer.n_head_kv))
         job = self.program.add(f"{index}.attention_end", attention_end.address, args)
         self.chunks.per_partial.append(job)
         return attended
@@ -227,7 +219,8 @@ class ProgramBuilder:
             args["rope_kind"] = ROPE_KINDS[mixer.rope.pairing]
             args["n_rot"] = mixer.rope.n_rot
             args["cosines"], args["sines"] = address_of(cosines), address_of(sines)
-        self.chunks.per_token.append(self.program.add(f"{index}.heads", heads.address, args))
+        job = self.program.add(f"{index}.heads", heads.address, args)
+        self.chunks.tokens.per_row.append(job)
 
     def _attention_args(
         self, mixer: AttentionSpec, joined: Rows, out: Rows, shared: dict[str, int]
@@ -236,7 +229,7 @@ class ProgramBuilder:
         partial_bytes = mixer.n_head * (PARTIAL_HEAD + 4 * padded)
         if partial_bytes not in self._partials:
             self._partials[partial_bytes] = aligned((b.max_partials, partial_bytes), np.uint8)
-        key = (mixer.n_head, mixer.n_head_kv, padded)
+        key = (mixer.n_head, mixer.n_head_kv, max(padded, mixer.head_dim_k))
         if key not in self._workspaces:
             self._workspaces[key], arrays = attention_workspaces(self._n_workers, *key)
             self.program.keep += [self._workspaces[key], *arrays]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ops.cpu.attention import BLOCK_TOKENS, ITEM
-from ops.cpu.kv_layout import PAGE_TOKENS
-from ops.cpu.program import aligned
+from ops.cpu.job import record
+from ops.cpu.program import address_of, aligned
+from ops.cpu.step_inputs import FITS, STEP_INPUTS, fill_function
+from runtime.engine.activation_rows import Rows
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.step import Step, StepKind
+from runtime.errors import EngineBug
 
 
 class StepBuffers:
@@ -20,9 +24,9 @@ class StepBuffers:
 
     def __init__(self, limits: ExecutorLimits, tile_tokens: int) -> None:
         n = limits.max_step_tokens
+        self._limits = limits
         self.n_positions = limits.n_pages * limits.page_tokens
         self.max_partials = limits.max_sequences * -(-self.n_positions // BLOCK_TOKENS)
-        self._tile = tile_tokens
         self.n_tokens = aligned(1, np.int64)
         self.n_outputs = aligned(1, np.int64)
         self.positions = aligned(n, np.int32)
@@ -32,64 +36,64 @@ class StepBuffers:
         self.items = aligned(max(n, self.max_partials), ITEM)
         self.partial_spans = aligned((n, 2), np.int32)
         self.output_tokens = aligned(n, np.int32)
-        self.not_finite = aligned(n, np.int32)
+        self.not_finite = aligned(1 + n, np.int32)  # of any output, then of each
         self.logits = aligned((n, limits.n_vocab), np.float32)
+        self._is_output = aligned(n, np.int32)
+        self._counts = aligned(3, np.int64)
+        self._inputs = record(
+            STEP_INPUTS,
+            max_tokens=n,
+            max_sequences=limits.max_sequences,
+            n_vocab=limits.n_vocab,
+            n_positions=self.n_positions,
+            tile_tokens=tile_tokens,
+            n_tokens=address_of(self.n_tokens),
+            n_outputs=address_of(self.n_outputs),
+            positions=address_of(self.positions),
+            sequences=address_of(self.sequences),
+            cell_pages=address_of(self.cell_pages),
+            page_tables=address_of(self.page_tables),
+            table_stride=self.page_tables.strides[0],
+            items=address_of(self.items),
+            partial_spans=address_of(self.partial_spans),
+            output_tokens=address_of(self.output_tokens),
+            is_output=address_of(self._is_output),
+            not_finite=address_of(self.not_finite),
+            counts=address_of(self._counts),
+        )
+        self._address = address_of(self._inputs)
+        self._fill = fill_function()
 
-    def fill(self, step: Step) -> tuple[int, int]:
-        """Write the step's inputs; (attention work items, whether results are merged later)."""
-        n, n_outputs = step.n_tokens, len(step.output_tokens)
-        self.n_tokens[0], self.n_outputs[0] = n, n_outputs
-        self.positions[:n] = step.positions
-        self.sequences[:n] = step.rows
-        n_sequences, n_table = step.page_tables.shape
-        self.page_tables[:n_sequences, :n_table] = step.page_tables
-        self.cell_pages[:n] = step.page_tables[step.rows, step.positions // PAGE_TOKENS]
-        self.output_tokens[:n_outputs] = step.output_tokens
-        self.not_finite[:n_outputs] = 0
-        if step.kind is StepKind.DECODE:
-            return self._split_by_block(step)
-        return self._split_by_tile(step), 0
+    def embed_from(self, table: NDArray[np.float32], x: Rows) -> None:
+        """Let `fill` copy the tokens' rows of `table`, f32[n_vocab, n_embd], to `x`."""
+        self._table = table
+        self._inputs["embedding"] = address_of(table)
+        self._inputs["embedding_stride"] = table.strides[0]
+        self._inputs["x"], self._inputs["x_stride"] = x.address, x.stride
 
-    def _split_by_tile(self, step: Step) -> int:
-        """Tiles of prompt tokens, the longest contexts first."""
-        starts = np.flatnonzero(np.r_[True, np.diff(step.rows) != 0])
-        ends = np.r_[starts[1:], step.n_tokens]
-        tiles = [
-            (token, min(self._tile, end - token))
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-            for token in range(start, end, self._tile)
-        ]
-        items = self.items[: len(tiles)]
-        items["token"] = [token for token, _ in tiles]
-        items["n_tokens"] = [count for _, count in tiles]
-        last = items["token"] + items["n_tokens"] - 1
-        items["first_block"] = 0
-        items["end_block"] = step.positions[last] // BLOCK_TOKENS + 1
-        items["partial"] = -1
-        items[:] = items[np.argsort(-items["end_block"], kind="stable")]
-        return len(tiles)
+    def fill(self, step: Step) -> tuple[int, int, int]:
+        """Write the step's inputs.
 
-    def _split_by_block(self, step: Step) -> tuple[int, int]:
-        """One item a token and block where any context is longer than a block."""
-        n = step.n_tokens
-        n_blocks = step.positions // BLOCK_TOKENS + 1
-        longest = int(n_blocks.max())
-        if longest == 1:
-            items = self.items[:n]
-            items["token"] = np.arange(n)
-            items["n_tokens"] = items["end_block"] = 1
-            items["first_block"] = 0
-            items["partial"] = -1
-            return n, 0
-        first = np.cumsum(n_blocks) - n_blocks
-        tokens = np.repeat(np.arange(n), n_blocks)
-        n_items = len(tokens)
-        items = self.items[:n_items]
-        items["token"] = tokens
-        items["n_tokens"] = 1
-        items["first_block"] = np.arange(n_items) - first[tokens]
-        items["end_block"] = items["first_block"] + 1
-        items["partial"] = np.arange(n_items)
-        self.partial_spans[:n, 0] = first
-        self.partial_spans[:n, 1] = n_blocks
-        return n_items, 1
+        Returns the attention work items, those of them that outputs need, and whether (0 or 1)
+        the items' results are merged later.
+        Raises: EngineBug for a step beyond the limits.
+        """
+        if (
+            self._fill(
+                self._address,
+                step.kind is StepKind.DECODE,
+                step.token_ids,
+                step.positions,
+                step.rows,
+                step.page_tables,
+                step.output_tokens,
+            )
+            != FITS
+        ):
+            raise EngineBug(
+                f"a step of {step.n_tokens} tokens and {len(step.page_tables)} sequences, up to "
+                f"position {step.positions.max(initial=-1)}, is beyond the executor's "
+                f"{self._limits} or names a token that does not exist"
+            )
+        n_items, n_output_items, split = self._counts.tolist()
+        return n_items, n_output_items, split

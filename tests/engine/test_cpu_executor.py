@@ -130,6 +130,21 @@ async def test_bits_do_not_depend_on_other_sequences(
         assert np.array_equal(decoded.logits, np.stack([rows[-1] for rows in alone]))
 
 
+async def test_bits_do_not_depend_on_the_outputs_asked_for(
+    bundled: Model, text_tokens: NDArray[np.int32]
+) -> None:
+    """The last layer computes the rows of outputs only."""
+    async with executor_of(bundled, cache_type_v="f16") as executor:
+        whole = await logits_in_chunks(executor, text_tokens, 100)
+        for outputs in ([99], [70, 3, 31], [], [40]):
+            parts = [(2, text_tokens, 0)]
+            step = step_of(executor, StepKind.PREFILL, parts, outputs)
+            logits = (await executor.run(step)).logits
+            assert np.array_equal(logits, whole[outputs]), outputs
+        decoded = step_of(executor, StepKind.DECODE, [(2, text_tokens[-1:], 99)])
+        assert np.array_equal((await executor.run(decoded)).logits, whole[-1:])
+
+
 async def test_bits_do_not_depend_on_the_threads(
     bundled: Model, text_tokens: NDArray[np.int32]
 ) -> None:
@@ -274,19 +289,22 @@ async def test_parts_without_a_job_are_refused(part: dict[str, Any], tmp_path: P
             assert team.n_threads == 1, "the refused executor kept the team"
 
 
-def test_embedding_rows_are_kept_only_for_small_tables(
-    bundled: Model, monkeypatch: pytest.MonkeyPatch
+async def test_small_and_large_embedding_tables_give_the_same_bits(
+    bundled: Model, text_tokens: NDArray[np.int32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = bundled.weights[bundled.spec.token_embedding]
-    ids = np.array([7, 12287, 7, 0], np.int32)
-    expected = weight.format.dequantize_rows(weight.data[ids])
+    monkeypatch.setattr(embedding, "TURN_VALUES", 3 * 256)
+    logits = []
     for limit in (embedding.KEPT_BYTES, 0):
         monkeypatch.setattr(embedding, "KEPT_BYTES", limit)
         rows = embedding.EmbeddingRows(weight)
-        for _ in range(2):
-            out = np.zeros((4, 256), np.float32)
-            rows.copy_to(out, ids)
-            assert np.array_equal(out, expected)
+        assert (rows.table is None) == (limit == 0)
+        out = np.zeros((7, 256), np.float32)
+        await rows.copy_to(out, text_tokens[:7])
+        assert np.array_equal(out, weight.format.dequantize_rows(weight.data[text_tokens[:7]]))
+        async with executor_of(bundled) as executor:
+            logits.append(await logits_in_chunks(executor, text_tokens, 50))
+    assert np.array_equal(logits[0], logits[1])
 
 
 async def test_progress_and_description(bundled: Model) -> None:

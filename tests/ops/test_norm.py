@@ -47,14 +47,15 @@ def _room(n_rows: int, row_bytes: int) -> np.ndarray:
 def test_norm_of_chosen_tokens_only() -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(6, 32)).astype(np.float32)
-    delta, weight, out = np.ones_like(x), np.ones(32, np.float32), np.zeros((2, 32), np.float32)
+    delta = np.array([[1], [2]], np.float32) * np.ones((2, 32), np.float32)
+    weight, out = np.ones(32, np.float32), np.zeros((2, 32), np.float32)
     stream, tokens = x.copy(), np.array([4, 1], np.int32)
     args = job_args(
         NORM, x=stream, x_stride=128, n=32, tokens=tokens, delta=delta, delta_stride=128,
         weight=weight, eps=EPS, out_f32=out, out_f32_stride=128,
     )  # fmt: skip
     run_job(norm, args, 2)
-    assert np.array_equal(stream[[4, 1]], x[[4, 1]] + 1)
+    assert np.array_equal(stream[tokens], x[tokens] + delta)
     assert np.array_equal(stream[[0, 2, 3, 5]], x[[0, 2, 3, 5]])
     assert np.allclose(out, rms_norm(stream[tokens], weight), atol=1e-6)
 

@@ -70,7 +70,7 @@ def test_every_chunk_runs_once_and_jobs_wait_for_each_other(team: Team) -> None:
     program = Program(400)
     counter, checks, total = words(0, 0), [], 0
     for i in range(200):
-        n_chunks = i % 7
+        n_chunks = 5 * i % 43  # of many chunks a worker takes several at a time
         program.add("count", count.address, counter, n_chunks)
         total += n_chunks
         checks.append(words(counter.ctypes.data, total, 0))
@@ -80,7 +80,7 @@ def test_every_chunk_runs_once_and_jobs_wait_for_each_other(team: Team) -> None:
         team.run(program)
         assert counter[0] == total, repeat
     assert sum(check[2] for check in checks) == 0
-    assert counter[1] == 20 * sum(n * (n - 1) // 2 for n in (i % 7 for i in range(200)))
+    assert counter[1] == 20 * sum(n * (n - 1) // 2 for n in (5 * i % 43 for i in range(200)))
     program.close()
 
 
