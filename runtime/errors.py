@@ -51,6 +51,52 @@ class DeviceUnavailable(DeviceError):
     """No driver, no device, or one that is too old."""
 
 
+class CudaError(DeviceError):
+    """A call of the CUDA driver failed; `code` is the driver's name for the reason."""
+
+    def __init__(self, call: str, code: str, explanation: str) -> None:
+        super().__init__(f"{call} failed with {code}: {explanation}")
+        self.call = call
+        self.code = code
+        self.explanation = explanation
+
+
+class DeviceLost(CudaError):
+    """The GPU fell into a state that every later call reports; only a new process recovers it."""
+
+
+class OutOfDeviceMemory(CudaError):
+    """The GPU's memory is full. Bytes `asked` for, where the call names them, and bytes `free`."""
+
+    def __init__(self, call: str, asked: int | None, free: int | None) -> None:
+        wanted = "" if asked is None else f"{asked} bytes asked for, "
+        left = "free memory unknown" if free is None else f"{free} bytes free"
+        super().__init__(call, "CUDA_ERROR_OUT_OF_MEMORY", f"{wanted}{left} on the GPU")
+        self.asked = asked
+        self.free = free
+
+
+class PinningFailed(DeviceError):
+    """Host memory could not be made readable for the GPU."""
+
+    def __init__(self, nbytes: int, reason: str) -> None:
+        super().__init__(
+            f"cannot pin {nbytes} bytes of host memory ({reason}); "
+            "use less, or raise the limit on locked memory (ulimit -l)"
+        )
+        self.nbytes = nbytes
+        self.reason = reason
+
+
+class PtxCompileError(DeviceError):
+    """The driver's assembler refuses a kernel's text; `log` names the file and line."""
+
+    def __init__(self, kernel: str, log: str) -> None:
+        super().__init__(f"kernel {kernel}: {log}")
+        self.kernel = kernel
+        self.log = log
+
+
 class ComputeError(EngineError):
     """A step gave numbers that are not finite; the request ends, the engine lives on."""
 

@@ -1,1 +1,5 @@
-"""The CUDA device.  Today it is only looked for; the GPU executor builds on this package."""
+"""The CUDA device: its memory, streams, modules and graphs, over the driver API alone.
+
+Every object of the driver is a `Resource`: open it with `with`; nothing waits for a finalizer.
+Importing this package needs neither a driver nor its bindings.
+"""

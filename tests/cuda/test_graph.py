@@ -1,0 +1,118 @@
+"""Launches and graphs write what the kernel writes; a failed capture leaves the stream whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from runtime.cuda.device import Device
+from runtime.cuda.graph import Graph, Launch
+from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
+from runtime.cuda.module import Function, Module
+from runtime.cuda.stream import Event, Stream
+from tests.cuda.conftest import FILL, Hold, filled, pack
+
+N = 1001
+
+
+class Bench:
+    """A stream, a kernel, and a u32[N] on both sides."""
+
+    def __init__(
+        self, stream: Stream, function: Function, buffer: DeviceBuffer, host: PinnedBuffer
+    ) -> None:
+        self.stream = stream
+        self.function = function
+        self.buffer = buffer
+        self.host = host
+
+    def launch(self, value: int, *, overlapped: bool = False) -> Launch:
+        arguments = pack(self.buffer.address, value, N)
+        grid = (-(-N // 128), 1, 1)
+        return Launch(self.function, grid, 128, arguments, overlapped=overlapped)
+
+    def read(self) -> NDArray[np.uint32]:
+        self.stream.download(self.host.host, self.buffer.address, 4 * N)
+        self.stream.synchronize()
+        return self.host.view[: 4 * N].view(np.uint32).copy()
+
+
+@pytest.fixture
+def bench(device: Device) -> Iterator[Bench]:
+    with (
+        Stream(device) as stream,
+        Module(device, FILL, "fill") as module,
+        DeviceBuffer(device, 4 * N) as buffer,
+        PinnedBuffer(device, 4 * N) as host,
+    ):
+        yield Bench(stream, module.function("fill"), buffer, host)
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_launch_runs_its_kernel(bench: Bench, overlapped: bool) -> None:
+    if overlapped and bench.stream.device.info.capability < (9, 0):
+        pytest.skip("overlapped launches need compute capability 9.0")
+    launch = bench.launch(70, overlapped=overlapped)
+    launch.enqueue(bench.stream)
+    np.testing.assert_array_equal(bench.read(), filled(70, N))
+
+
+def test_capturing_runs_nothing_and_launching_runs_it_each_time(bench: Bench) -> None:
+    bench.stream.fill(bench.buffer.address, 0, 4 * N)
+    with Graph(bench.stream, lambda: bench.launch(9).enqueue(bench.stream)) as graph:
+        assert not bench.read().any()
+        graph.upload(bench.stream)
+        for _ in range(2):
+            graph.launch(bench.stream)
+            np.testing.assert_array_equal(bench.read(), filled(9, N))
+            bench.stream.fill(bench.buffer.address, 0, 4 * N)
+
+
+def test_a_side_branch_is_captured_with_its_stream(bench: Bench, device: Device) -> None:
+    with Stream(device) as side, Event(device) as fork, Event(device) as join:
+
+        def work() -> None:
+            bench.stream.record(fork)
+            side.wait_for(fork)
+            bench.launch(1).enqueue(side)
+            side.record(join)
+            bench.stream.wait_for(join)
+            bench.launch(2).enqueue(bench.stream)
+
+        with Graph(bench.stream, work) as graph:
+            graph.launch(bench.stream)
+            np.testing.assert_array_equal(bench.read(), filled(2, N))
+
+
+def test_a_capture_that_raises_leaves_the_stream_usable(bench: Bench) -> None:
+    def work() -> None:
+        bench.launch(3).enqueue(bench.stream)
+        raise KeyError("layer")
+
+    with pytest.raises(KeyError):
+        Graph(bench.stream, work)
+    bench.launch(4).enqueue(bench.stream)
+    np.testing.assert_array_equal(bench.read(), filled(4, N))
+
+
+def test_a_stream_waits_for_an_event_of_another(bench: Bench, device: Device, hold: Hold) -> None:
+    with Stream(device) as first, Event(device) as written:
+        with hold(first):
+            bench.launch(5).enqueue(first)
+            first.record(written)
+            bench.stream.wait_for(written)
+            bench.launch(6).enqueue(bench.stream)
+            assert not written.passed()
+        np.testing.assert_array_equal(bench.read(), filled(6, N))
+
+
+def test_timed_events_tell_the_time_between_them(bench: Bench, device: Device) -> None:
+    with Event(device, timed=True) as begin, Event(device, timed=True) as end:
+        bench.stream.record(begin)
+        bench.launch(8).enqueue(bench.stream)
+        bench.stream.record(end)
+        bench.stream.synchronize()
+        assert 0 < end.milliseconds_since(begin) < 1000

@@ -1,0 +1,150 @@
+"""Device buffers, pinned memory and arenas: given back once, refused with figures."""
+
+from __future__ import annotations
+
+import mmap
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.cuda.device import Device
+from runtime.cuda.driver import Driver
+from runtime.cuda.memory import Arena, DeviceBuffer, PinnedBuffer, RegisteredMemory, arena_bytes
+from runtime.cuda.stream import Stream
+from runtime.errors import CudaError, EngineBug, OutOfDeviceMemory, PinningFailed
+from tests.support.cuda_constants import CUresult
+from tests.support.fake_driver import FakeDriver
+
+
+def test_bytes_go_up_and_come_down(device: Device) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 10_000, np.uint8)
+    with (
+        Stream(device) as stream,
+        PinnedBuffer(device, len(source)) as host,
+        DeviceBuffer(device, len(source)) as buffer,
+    ):
+        assert not host.view.any()
+        host.view[:] = source
+        stream.upload(buffer.address, host.host, len(source))
+        stream.fill(buffer.address + 100, 7, 50)
+        host_after = PinnedBuffer(device, len(source))
+        with host_after:
+            stream.download(host_after.host, buffer.address, len(source))
+            stream.synchronize()
+            expected = source.copy()
+            expected[100:150] = 7
+            np.testing.assert_array_equal(host_after.view, expected)
+
+
+def test_too_much_is_refused_with_what_was_asked_and_what_is_free(device: Device) -> None:
+    asked = device.info.memory_bytes + (1 << 30)
+    with pytest.raises(
+        OutOfDeviceMemory, match=f"{asked} bytes asked for, .* bytes free"
+    ) as caught:
+        DeviceBuffer(device, asked)
+    assert caught.value.asked == asked
+    assert caught.value.free is not None
+    assert 0 < caught.value.free <= device.info.memory_bytes
+
+
+def test_closing_twice_is_one_release_and_use_afterwards_is_a_bug(
+    fake: FakeDriver, fake_driver: Driver
+) -> None:
+    with Device(fake_driver) as device:
+        buffer = DeviceBuffer(device, 64, "keys")
+        buffer.close()
+        buffer.close()
+        assert fake.calls["cuMemFree"] == 1
+        with pytest.raises(EngineBug, match=r"'keys'.*after it was closed"):
+            _ = buffer.address
+
+
+def test_a_mapped_file_is_pinned_where_it_lies(device: Device, tmp_path: Path) -> None:
+    if not device.info.registers_read_only:
+        pytest.skip("this GPU cannot register read-only maps")
+    path = tmp_path / "weights"
+    content = np.arange(8192, dtype=np.uint8)
+    path.write_bytes(content.tobytes())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        view = np.frombuffer(pages, np.uint8)
+        with (
+            RegisteredMemory(device, view, read_only=True) as host,
+            DeviceBuffer(device, len(view)) as buffer,
+            PinnedBuffer(device, len(view)) as back,
+            Stream(device) as stream,
+        ):
+            stream.upload(buffer.address, host.host, len(view))
+            stream.download(back.host, buffer.address, len(view))
+            stream.synchronize()
+            np.testing.assert_array_equal(back.view, content)
+        del host, view
+
+
+def test_pinning_that_fails_says_how_to_raise_the_limit(
+    fake: FakeDriver, fake_driver: Driver
+) -> None:
+    fake.fail["cuMemHostRegister"] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
+    with Device(fake_driver) as device:
+        with pytest.raises(PinningFailed, match=r"4096 bytes.*ulimit -l"):
+            PinnedBuffer(device, 4096)
+        assert device.open_resources == ()
+
+
+def test_pinned_memory_that_kernels_cannot_address_is_given_back(
+    fake: FakeDriver, fake_driver: Driver
+) -> None:
+    fake.fail["cuMemHostGetDevicePointer"] = CUresult["CUDA_ERROR_INVALID_VALUE"]
+    with Device(fake_driver) as device:
+        with pytest.raises(CudaError):
+            PinnedBuffer(device, 4096)
+        assert device.open_resources == ()
+        assert fake.live == {"context": 1}
+
+
+def test_only_contiguous_memory_is_registered(device: Device) -> None:
+    with pytest.raises(EngineBug, match="contiguous"):
+        RegisteredMemory(device, np.zeros((8, 8))[:, 0])
+
+
+def test_more_host_memory_than_can_be_mapped_is_the_same_error(device: Device) -> None:
+    with pytest.raises(PinningFailed):
+        PinnedBuffer(device, 1 << 62)
+
+
+def test_large_pinned_memory_is_zero_and_stays_readable(device: Device) -> None:
+    with PinnedBuffer(device, (64 << 20) + 5) as host:
+        view = host.view
+        assert not view[:: 1 << 16].any()
+        view[-1] = 3
+    assert view[-1] == 3
+
+
+def test_an_arena_is_one_allocation_with_slots_of_each_size(device: Device) -> None:
+    counts = {1000: 2, 300: 3}
+    with Arena(device, counts) as arena:
+        assert arena.nbytes == arena_bytes(counts) == 2 * 1024 + 3 * 512
+        small = [arena.take(300) for _ in range(3)]
+        large = [arena.take(513), arena.take(1024)]
+        slots = [slot for slot in (*small, *large) if slot is not None]
+        assert sorted(slot.index for slot in slots) == [0, 1, 2, 3, 4]
+        spans = sorted((slot.address, slot.address + slot.nbytes) for slot in slots)
+        assert spans[0][0] == arena.address
+        assert spans[-1][1] == arena.address + arena.nbytes
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        assert arena.take(1) is None, "a larger slot must not be used up for a small one"
+        assert arena.take(1024) is None
+
+
+def test_a_slot_comes_back_once(device: Device) -> None:
+    with Arena(device, {256: 1}) as arena:
+        slot = arena.take(100)
+        assert slot is not None
+        arena.give(slot)
+        with pytest.raises(EngineBug, match="not taken"):
+            arena.give(slot)
+        assert arena.take(100) == slot
+        with pytest.raises(EngineBug, match="no slot of 257 bytes"):
+            arena.take(257)
+        assert "1 of 1 slots taken" in str(arena)

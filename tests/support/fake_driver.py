@@ -1,0 +1,434 @@
+"""The CUDA driver's functions over host memory, with the names of cuda.bindings.driver.
+
+Streams run in order; a held one waits, so that every interleaving is a test. Calls fail on demand,
+and `live` shows what was not given back. Kernels are Python functions found by entry name.
+tests/cuda/test_fake_driver.py holds names, parameters and constants against the real bindings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ptx
+from tests.support.cuda_constants import ATTRIBUTES, ENUMS, CUjit_option, CUresult
+
+NO_CONTEXT = frozenset(
+    f"cu{name}"
+    for name in (
+        *("Init", "DriverGetVersion", "GetErrorString", "DeviceGet", "DeviceGetCount"),
+        *("DeviceGetName", "DeviceTotalMem", "DeviceGetAttribute", "DevicePrimaryCtxRetain"),
+        *("DevicePrimaryCtxRelease", "CtxSetCurrent"),
+    )
+)
+"""Functions that work before a context is current."""
+
+ALLOCATING = frozenset(
+    f"cu{name}"
+    for name in (
+        *("DevicePrimaryCtxRetain", "MemAlloc", "MemHostRegister", "StreamCreateWithPriority"),
+        *("EventCreate", "LinkCreate", "LinkAddData", "LinkComplete", "ModuleLoadData"),
+        *("ModuleGetFunction", "FuncSetAttribute", "LaunchKernelEx", "StreamBeginCapture"),
+        *("StreamEndCapture", "GraphInstantiate", "GraphUpload", "GraphLaunch"),
+    )
+)
+"""Functions that the real driver may answer with CUDA_ERROR_OUT_OF_MEMORY."""
+
+Operation = Callable[[], bool]
+Kernel = Callable[..., None]
+
+
+class Failure(Exception):
+    """A call ends with this code."""
+
+    def __init__(self, name: str) -> None:
+        self.code = CUresult[f"CUDA_ERROR_{name}"]
+
+
+class CUlaunchAttribute:
+    def __init__(self) -> None:
+        self.id: Any = None
+        self.value = type("Value", (), {"programmaticStreamSerializationAllowed": 0})()
+
+
+class CUlaunchConfig:
+    def __init__(self) -> None:
+        self.attrs: list[CUlaunchAttribute] = []
+        self.numAttrs = self.sharedMemBytes = self.hStream = 0
+        self.gridDimX = self.gridDimY = self.gridDimZ = 1
+        self.blockDimX = self.blockDimY = self.blockDimZ = 1
+
+
+@dataclass
+class FakeStream:
+    queue: deque[Operation] = field(default_factory=deque)
+    held: bool = False
+    capture: list[Operation] | None = None
+
+
+@dataclass
+class FakeEvent:
+    recorded: int = 0
+    passed: int = 0
+    capture: list[Operation] | None = None
+
+
+class FakeDriver:
+    """See the module. `fail` maps a function to the code it always answers with; the
+    `out_of_memory_at`-th allocating call (from 0) finds no memory."""
+
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2
+    CU_MEMHOSTREGISTER_READ_ONLY = 8
+    CUlaunchAttribute = CUlaunchAttribute
+    CUlaunchConfig = CUlaunchConfig
+
+    def __init__(self, *, memory_bytes: int = 1 << 24, version: int = 13000) -> None:
+        for enum in ENUMS:
+            setattr(self, enum.__name__, enum)
+        self.memory_bytes = memory_bytes
+        self.version = version
+        self.n_devices = 1
+        self.attributes = {n: value for n, (_, value) in ATTRIBUTES.items()}
+        self.kernels: dict[str, Kernel] = {}
+        self.fail: dict[str, CUresult] = {}
+        self.out_of_memory_at: int | None = None
+        self.n_allocating = 0
+        self.calls: Counter[str] = Counter()
+        self.objects: dict[int, tuple[str, Any]] = {}
+        self.lost: CUresult | None = None
+        self._handles = count(0x1000)
+        self._thread = threading.local()
+
+    @property
+    def live(self) -> dict[str, int]:
+        """How many of each kind were not given back."""
+        return dict(Counter(kind for kind, _ in self.objects.values()))
+
+    @contextmanager
+    def hold(self, stream: Any) -> Iterator[None]:
+        """Work of the stream waits inside this."""
+        held: FakeStream = self._get("stream", stream)
+        held.held = True
+        try:
+            yield
+        finally:
+            held.held = False
+            self._pump()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        function = getattr(self, f"_{name}")
+        return lambda *args: self._call(name, function, args)
+
+    def _call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self.calls[name] += 1
+        try:
+            self._may_fail(name)
+            result = function(*args)
+        except Failure as failure:
+            return (failure.code, None)
+        if result is None:
+            return (CUresult(0),)
+        return (CUresult(0), *(result if isinstance(result, tuple) else (result,)))
+
+    def _may_fail(self, name: str) -> None:
+        if name not in NO_CONTEXT:
+            if self.lost is not None:
+                raise Failure(self.lost.name.removeprefix("CUDA_ERROR_"))
+            if getattr(self._thread, "context", None) not in self.objects:
+                raise Failure("INVALID_CONTEXT")
+        if name in self.fail:
+            raise Failure(self.fail[name].name.removeprefix("CUDA_ERROR_"))
+        if name in ALLOCATING:
+            self.n_allocating += 1
+            if self.n_allocating - 1 == self.out_of_memory_at:
+                if name == "cuStreamEndCapture":  # ends the capture all the same
+                    self.out_of_memory_at = None
+                    self._drop("graph", self._cuStreamEndCapture(self._capturing()))
+                raise Failure("OUT_OF_MEMORY")
+
+    def _capturing(self) -> int:
+        return next(
+            handle
+            for handle, (kind, stream) in self.objects.items()
+            if kind == "stream" and stream.capture is not None
+        )
+
+    def _new(self, kind: str, value: Any = None, handle: int | None = None) -> int:
+        handle = next(self._handles) if handle is None else handle
+        self.objects[handle] = (kind, value)
+        return handle
+
+    def _get(self, kind: str, handle: Any) -> Any:
+        found, value = self.objects.get(int(handle), ("", None))
+        if found != kind:
+            raise Failure("INVALID_HANDLE")
+        return value
+
+    def _drop(self, kind: str, handle: Any) -> None:
+        self._get(kind, handle)
+        del self.objects[int(handle)]
+
+    def _enqueue(self, stream: Any, operation: Operation) -> None:
+        target: FakeStream = self._get("stream", stream)
+        if target.capture is not None:
+            target.capture.append(operation)
+            return
+        target.queue.append(operation)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Run what can run: the head of each stream until it has to wait for another's event."""
+        moved = True
+        while moved:
+            moved = False
+            for kind, stream in list(self.objects.values()):
+                while kind == "stream" and stream.queue and not stream.held and stream.queue[0]():
+                    stream.queue.popleft()
+                    moved = True
+
+    # The driver's functions, without the code in front of what they return.
+
+    def _cuInit(self, Flags: int) -> None:
+        if self.n_devices == 0:
+            raise Failure("NO_DEVICE")
+
+    def _cuDriverGetVersion(self) -> int:
+        return self.version
+
+    def _cuGetErrorString(self, error: Any) -> bytes:
+        return f"words for {error.name}".encode()
+
+    def _cuDeviceGetCount(self) -> int:
+        return self.n_devices
+
+    def _cuDeviceGet(self, ordinal: int) -> int:
+        if not 0 <= ordinal < self.n_devices:
+            raise Failure("INVALID_DEVICE")
+        return ordinal
+
+    def _cuDeviceGetName(self, length: int, dev: Any) -> bytes:
+        return f"Fake GPU {dev}".encode().ljust(length, b"\0")
+
+    def _cuDeviceTotalMem(self, dev: Any) -> int:
+        return self.memory_bytes
+
+    def _cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
+        return self.attributes[attrib.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
+
+    def _cuDevicePrimaryCtxRetain(self, dev: Any) -> int:
+        return self._new("context", dev)
+
+    def _cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
+        contexts = [
+            h for h, (kind, owner) in self.objects.items() if (kind, owner) == ("context", dev)
+        ]
+        if not contexts:
+            raise Failure("INVALID_CONTEXT")
+        del self.objects[contexts[-1]]
+
+    def _cuCtxSetCurrent(self, ctx: Any) -> None:
+        self._thread.context = ctx
+
+    def _cuCtxSynchronize(self) -> None:
+        for kind, stream in self.objects.values():
+            if kind == "stream":
+                stream.held = False
+        self._pump()
+
+    def _cuMemGetInfo(self) -> tuple[int, int]:
+        used = sum(value.nbytes for kind, value in self.objects.values() if kind == "memory")
+        return self.memory_bytes - used, self.memory_bytes
+
+    def _cuMemAlloc(self, bytesize: int) -> int:
+        if bytesize <= 0:
+            raise Failure("INVALID_VALUE")
+        if bytesize > self._cuMemGetInfo()[0]:
+            raise Failure("OUT_OF_MEMORY")
+        memory = np.full(bytesize, 0xA5, np.uint8)
+        return self._new("memory", memory, memory.ctypes.data)
+
+    def _cuMemFree(self, dptr: Any) -> None:
+        self._drop("memory", dptr)
+
+    def _cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
+        self._new("registered", bytesize, p)
+
+    def _cuMemHostUnregister(self, p: int) -> None:
+        if self.objects.get(p, ("",))[0] != "registered":
+            raise Failure("HOST_MEMORY_NOT_REGISTERED")
+        del self.objects[p]
+
+    def _cuMemHostGetDevicePointer(self, p: int, Flags: int) -> int:
+        self._get("registered", p)
+        return p
+
+    def _span(self, address: int, nbytes: int) -> NDArray[np.uint8]:
+        """The bytes of device memory there, which one allocation has to hold."""
+        for handle, (kind, memory) in self.objects.items():
+            if (
+                kind == "memory"
+                and handle <= address
+                and address + nbytes <= handle + memory.nbytes
+            ):
+                return memory[address - handle :][:nbytes]  # type: ignore[no-any-return]
+        raise Failure("INVALID_VALUE")
+
+    def _cuMemcpyHtoDAsync(
+        self, dstDevice: Any, srcHost: Any, ByteCount: int, hStream: Any
+    ) -> None:
+        target = self._span(int(dstDevice), ByteCount).ctypes.data
+        self._enqueue(hStream, lambda: bool(ctypes.memmove(target, srcHost, ByteCount)))
+
+    def _cuMemcpyDtoHAsync(
+        self, dstHost: Any, srcDevice: Any, ByteCount: int, hStream: Any
+    ) -> None:
+        source = self._span(int(srcDevice), ByteCount).ctypes.data
+        self._enqueue(hStream, lambda: bool(ctypes.memmove(dstHost, source, ByteCount)))
+
+    def _cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
+        target = self._span(int(dstDevice), N)
+        address = target.ctypes.data
+        self._enqueue(hStream, lambda: bool(ctypes.memset(address, uc, N)))
+
+    def _cuStreamCreateWithPriority(self, flags: int, priority: int) -> int:
+        return self._new("stream", FakeStream())
+
+    def _cuStreamDestroy(self, hStream: Any) -> None:
+        self._drop("stream", hStream)
+
+    def _cuStreamSynchronize(self, hStream: Any) -> None:
+        if self._get("stream", hStream).queue:
+            raise AssertionError("this would hang: the stream is held, or waits for one that is")
+
+    def _cuStreamWaitEvent(self, hStream: Any, hEvent: Any, Flags: int) -> None:
+        event: FakeEvent = self._get("event", hEvent)
+        if event.capture is not None:
+            self._get("stream", hStream).capture = event.capture
+            return
+        ticket = event.recorded
+        self._enqueue(hStream, lambda: event.passed >= ticket)
+
+    def _cuEventCreate(self, Flags: int) -> int:
+        return self._new("event", FakeEvent())
+
+    def _cuEventDestroy(self, hEvent: Any) -> None:
+        self._drop("event", hEvent)
+
+    def _cuEventRecord(self, hEvent: Any, hStream: Any) -> None:
+        event: FakeEvent = self._get("event", hEvent)
+        event.capture = self._get("stream", hStream).capture
+        if event.capture is not None:
+            return
+        event.recorded += 1
+        ticket = event.recorded
+
+        def passed() -> bool:
+            event.passed = max(event.passed, ticket)
+            return True
+
+        self._enqueue(hStream, passed)
+
+    def _cuEventQuery(self, hEvent: Any) -> None:
+        event: FakeEvent = self._get("event", hEvent)
+        if event.passed < event.recorded:
+            raise Failure("NOT_READY")
+
+    def _cuEventElapsedTime(self, hStart: Any, hEnd: Any) -> float:
+        self._cuEventQuery(hStart)
+        self._cuEventQuery(hEnd)
+        return 0.5
+
+    def _cuLinkCreate(self, numOptions: int, options: Any, optionValues: Any) -> int:
+        values = dict(zip(options, optionValues, strict=True))
+        return self._new("linker", [values[CUjit_option(5)], b""])
+
+    def _cuLinkAddData(
+        self, state: Any, typename: Any, data: bytes, size: int, name: bytes, numOptions: int,
+        options: Any, optionValues: Any,
+    ) -> None:  # fmt: skip
+        log, _ = linker = self._get("linker", state)
+        if b".version" not in data:
+            message = b"error   : Binary format for key='0', ident='' is not recognized"
+            log[: len(message)] = message
+            raise Failure("INVALID_PTX")
+        linker[1] = ctypes.create_string_buffer(b"CUBIN" + data[: size - 1], size + 4)
+
+    def _cuLinkComplete(self, state: Any) -> tuple[int, int]:
+        cubin = self._get("linker", state)[1]
+        return ctypes.addressof(cubin), len(cubin)
+
+    def _cuLinkDestroy(self, state: Any) -> None:
+        self._drop("linker", state)
+
+    def _cuModuleLoadData(self, image: bytes) -> int:
+        if not image.startswith(b"CUBIN"):
+            raise Failure("INVALID_IMAGE")
+        return self._new("module", {e.name: e for e in ptx.entries(image[5:].decode())})
+
+    def _cuModuleUnload(self, hmod: Any) -> None:
+        self._drop("module", hmod)
+
+    def _cuModuleGetFunction(self, hmod: Any, name: bytes) -> Any:
+        entries = self._get("module", hmod)
+        if name.decode() not in entries:
+            raise Failure("NOT_FOUND")
+        return entries[name.decode()]
+
+    def _cuFuncSetAttribute(self, hfunc: Any, attrib: Any, value: int) -> None:
+        if value > self.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"]:
+            raise Failure("INVALID_VALUE")
+
+    def _cuLaunchKernelEx(self, config: Any, f: Any, kernelParams: int, extra: int) -> None:
+        pointers = (ctypes.c_uint64 * len(f.params)).from_address(kernelParams)
+        values = [
+            (ctypes.c_uint64 if param.n_bytes == 8 else ctypes.c_uint32).from_address(at).value
+            for at, param in zip(pointers, f.params, strict=True)
+        ]
+        self._enqueue(config.hStream, lambda: self._run(f.name, config, values))
+
+    def _run(self, entry: str, config: Any, values: list[int]) -> bool:
+        try:
+            self.kernels[entry](self._span, *values)
+        except Failure:
+            self.lost = CUresult["CUDA_ERROR_ILLEGAL_ADDRESS"]
+        return True
+
+    def _cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
+        self._get("stream", hStream).capture = []
+
+    def _cuStreamEndCapture(self, hStream: Any) -> int:
+        captured = self._get("stream", hStream).capture
+        if captured is None:
+            raise Failure("STREAM_CAPTURE_INVALIDATED")
+        for kind, value in self.objects.values():
+            if kind in ("stream", "event") and value.capture is captured:
+                value.capture = None
+        return self._new("graph", captured)
+
+    def _cuGraphInstantiate(self, hGraph: Any, flags: int) -> int:
+        return self._new("executable", list(self._get("graph", hGraph)))
+
+    def _cuGraphDestroy(self, hGraph: Any) -> None:
+        self._drop("graph", hGraph)
+
+    def _cuGraphExecDestroy(self, hGraphExec: Any) -> None:
+        self._drop("executable", hGraphExec)
+
+    def _cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
+        self._get("executable", hGraphExec)
+
+    def _cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
+        for operation in self._get("executable", hGraphExec):
+            self._enqueue(hStream, operation)
