@@ -66,8 +66,13 @@ def download(repository: str, wanted: str | None, token: str | None, *, offline:
             Path(hub.hf_hub_download(name, file, token=token, local_files_only=offline))
             for file in choose_files(names, quant or None, wanted)
         ]
-    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        raise ConfigError(f"-hf {repository}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # the hub lets through whatever its HTTP library of the day raises
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"-hf {repository}: {reason}; with --offline only what is already downloaded is used"
+        ) from error
     return paths[0]
 
 

@@ -65,6 +65,7 @@ def _open_cpu(
 
     def kernel_ready(n_ready: int, n_kernels: int) -> None:
         if n_ready == 0:
+            logger.info("preparing %d kernels; compiled once for this CPU, then kept", n_kernels)
             progress.start("preparing kernels", n_kernels, "kernel")
         else:
             progress.advance()

@@ -16,6 +16,10 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     )
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    assert "@@" not in README
+
+
 def test_every_environment_variable_is_documented() -> None:
     documents = README + "".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
     names = set()
