@@ -27,8 +27,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def create_app(
     config: EngineConfig, settings: ServerSettings, progress: Progress | None = None
 ) -> web.Application:
-    """The application; the caller sets `app[SERVICE].listening` once its socket accepts
-    connections.
+    """The application; the caller sets `app[SERVICE].listening` once its socket listens.
 
     Needs a running loop.  Raises: ConfigError for settings that contradict each other.
     """
@@ -65,9 +64,7 @@ async def _begin_closing(app: web.Application) -> None:
 
 
 async def _engine_context(app: web.Application) -> AsyncIterator[None]:
-    """The engine's lifetime: opens behind the listening socket, closes after the last
-    connection.
-    """
+    """The engine opens behind the listening socket and closes after the last connection."""
     service = app[SERVICE]
     closed = asyncio.Event()
     opening = asyncio.create_task(_serve_engine(service, closed), name="engine")

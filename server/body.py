@@ -37,6 +37,8 @@ async def read_request(request: web.Request, parse: Callable[[dict[str, object]]
     if "Origin" in request.headers and not request.content_type.endswith("json"):
         # A page may post a form to any address without asking first; JSON needs a preflight.
         raise ApiError(415, "invalid_request_error", "send Content-Type: application/json")
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             body = await request.read()
@@ -71,8 +73,9 @@ def json_response(value: object, *, status: int = 200) -> web.Response:
 
 
 def check_shape(body: bytes) -> None:
-    """Refuse too many or too deeply nested values (strings and containers are counted; numbers are
-    cheap).
+    """Refuse too many or too deeply nested values.
+
+    Strings and containers are counted; numbers are cheap.
     """
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return

@@ -81,13 +81,18 @@ def refuse(given: Mapping[str, Given]) -> None:
 
 
 def model_file(given: Mapping[str, Given]) -> Path | None:
-    """The file of -m, or of -hf after a download; None for the bundled model."""
+    """The file of -m, or of -hf or -mu after a download; None for the bundled model."""
     from pathlib import Path
 
     if "model" in given:
         if not given["model"].value:
             raise ConfigError(f"{given['model'].source}: the file's name is empty")
         return Path(str(given["model"].value))
+    offline = "offline" in given and bool(given["offline"].value)
+    if "model_url" in given:
+        from server.model_url import fetch, models_directory
+
+        return fetch(str(given["model_url"].value), models_directory(), offline=offline)
     if "hf_repo" not in given:
         return None
     from server.download import download
@@ -97,7 +102,7 @@ def model_file(given: Mapping[str, Given]) -> Path | None:
         str(given["hf_repo"].value),
         None if file is None else str(file.value),
         None if token is None else str(token.value),
-        offline="offline" in given and bool(given["offline"].value),
+        offline=offline,
     )
 
 

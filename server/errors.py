@@ -89,8 +89,9 @@ STATUS: tuple[tuple[type[EngineError], int, str], ...] = (
 
 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:
-    """The status and the `error` object for `error`; what was not raised on purpose is logged, not
-    told.
+    """The status and the `error` object for `error`.
+
+    What was not raised on purpose is logged, not told.
     """
     if isinstance(error, ApiError):
         return error.status, _object(error.status, error.message, error.kind)
@@ -120,8 +121,9 @@ def error_response(error: Exception) -> web.Response:
 
 
 def _from_http(error: web.HTTPException) -> tuple[int, dict[str, object]]:
-    """aiohttp's own refusals in our words; a wrong method on a known path is a 404 as in
-    llama-server.
+    """aiohttp's own refusals in our words.
+
+    A wrong method on a known path is a 404, as in llama-server.
     """
     if error.status in (404, 405):
         return 404, _object(404, "File Not Found", "not_found_error")

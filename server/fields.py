@@ -40,9 +40,7 @@ class Fields:
     def integer(
         self, *names: str, low: int | None = None, high: int | None = None, clamp: bool = False
     ) -> int | None:
-        """A whole number (5.0 counts as one) within [low, high]; outside it is clamped or
-        refused.
-        """
+        """A whole number (5.0 counts too) within [low, high]; outside it is clamped or refused."""
         name, value = self._find(names)
         if value is None:
             return None
@@ -114,7 +112,7 @@ class Fields:
 
     def wrong(self, name: str, rule: str, value: object) -> RequestError:
         """The error for a field that breaks `rule`, quoting a bounded piece of what was sent."""
-        return RequestError(self._path(name), f"{rule}, not {shown(value)}")
+        return wrong_type(self._path(name), rule, value)
 
     def _find(self, names: tuple[str, ...]) -> tuple[str, object | None]:
         for name in names:
@@ -125,6 +123,11 @@ class Fields:
 
     def _path(self, name: str) -> str:
         return f"{self._where}.{name}" if self._where else name
+
+
+def wrong_type(path: str, rule: str, value: object) -> RequestError:
+    """The error for the value at `path` that breaks `rule`, quoting a bounded piece of it."""
+    return RequestError(path, f"{rule}, not {shown(value)}")
 
 
 def shown(value: object) -> str:

@@ -23,9 +23,9 @@ MODEL = (
     Flag(names=("-hft", "--hf-token"), kind=str, value="TOKEN", env="HF_TOKEN", group="Model",
          help="Hugging Face access token"),
     Flag(names=("-mu", "--model-url"), kind=str, value="URL", env="LLAMA_ARG_MODEL_URL", group="Model",
-         help="download a file", refused="download the file yourself and give it with -m, or use -hf"),
+         help="download this GGUF file over HTTP into ~/.cache/hotexpert/models, once"),
     Flag(names=("--offline",), kind=bool, env="LLAMA_ARG_OFFLINE", group="Model",
-         help="with -hf: use only what is already downloaded"),
+         help="with -hf and -mu: use only what is already downloaded"),
     Flag(names=("-a", "--alias"), kind=str, value="NAME", env="LLAMA_ARG_ALIAS", group="Model",
          help="name of the model in answers (default: its file name); several with commas"),
 )  # fmt: skip
@@ -141,7 +141,8 @@ PLACEMENT = (
     Flag(names=("--mlock",), kind=bool, env="LLAMA_ARG_MLOCK", group="Placement",
          help="lock the model in RAM", no_effect="pages are left to the system"),
     Flag(names=("--numa",), kind=str, value="MODE", env="LLAMA_ARG_NUMA", group="Placement",
-         help="NUMA policy", no_effect="workers are placed by the system"),
+         help="NUMA policy", no_effect="workers that take the whole machine are pinned, one a core; "
+         "fewer, or under a CPU quota, are placed by the system"),
     Flag(names=("--prio",), kind=int, group="Placement", help="thread priority",
          no_effect="workers run at normal priority"),
     Flag(names=("--poll",), kind=int, group="Placement", help="polling level",

@@ -1,9 +1,8 @@
-"""The command line as a table: llama-server's flag names, their environment variables and what they
-do here.
+"""The command line as a table: llama-server's flag names and what they do here.
 
 A flag that has no effect on this build says so when it is given (`no_effect` holds the reason); one
-that
-cannot be honoured at all stops the start (`refused`).  Nothing a user typed is ignored silently.
+that cannot be honoured at all stops the start (`refused`).  Nothing a user typed is ignored
+silently.
 """
 
 from __future__ import annotations
@@ -153,11 +152,12 @@ def help_text(flags: Sequence[Flag], program: str) -> str:
 
 
 def completion_script(flags: Sequence[Flag]) -> str:
-    """A bash completion that knows every flag."""
+    """A bash completion of `hotexpert serve` that knows every flag."""
     words = " ".join(name for flag in flags for name in (*flag.names, *flag.off))
     return (
-        "_hotexpert_server() {\n"
+        "_hotexpert() {\n"
+        '    [ "${COMP_WORDS[1]}" = serve ] && [ "$COMP_CWORD" -gt 1 ] || return\n'
         f'    COMPREPLY=($(compgen -W "{words}" -- "${{COMP_WORDS[COMP_CWORD]}}"))\n'
         "}\n"
-        "complete -o default -F _hotexpert_server hotexpert-server\n"
+        "complete -o default -F _hotexpert hotexpert\n"
     )

@@ -195,9 +195,7 @@ def _prompt_state(state: PromptProgress, offset: int) -> PromptState:
 
 
 async def _watch_closing(service: Service, events: Events) -> None:
-    """After SIGTERM an answer may go on for a moment, then ends with an error the client can
-    read.
-    """
+    """After SIGTERM an answer may go on for a moment, then ends with a readable error."""
     await service.closing.wait()
     await asyncio.sleep(service.settings.closing_seconds)
     events.put(Unavailable("the server is closing"))

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from runtime.errors import ConfigError
 from server.errors import CONTENT_TYPE, ApiError, Invalid, describe, error_response
@@ -60,8 +61,7 @@ class Connection(web.RequestHandler):
         if status < 500:
             # Scanners and TLS handshakes on a plain port are common: no noise in the log.
             logger.debug("malformed HTTP: %s", message)
-            reason = (message or "").partition("\n")[0].rstrip(":")
-            response = error_response(Invalid(f"malformed HTTP: {reason}"))
+            response = error_response(_refusal(exc, message or ""))
         else:
             response = error_response(exc if isinstance(exc, Exception) else RuntimeError(message))
         response.headers.update({"Server": "hotexpert", "X-Content-Type-Options": "nosniff"})
@@ -93,11 +93,13 @@ class Greeting(asyncio.Protocol):
         # Only the end can complete the blank line: what came before has been searched.
         begin = max(len(self._received) - 3, 0)
         self._received += data
-        if self._received.find(b"\r\n\r\n", begin) >= 0 or self._received.find(b"\n\n", begin) >= 0:
-            self._step_aside(self._transport)
-        elif len(self._received) > MAX_HEADER_BYTES:
+        found = (self._received.find(line, begin) for line in (b"\r\n\r\n", b"\n\n"))
+        end = min((place for place in found if place >= 0), default=None)
+        if (len(self._received) if end is None else end) > MAX_HEADER_BYTES:
             self._transport.write(_headers_too_large())
             self.close()
+        elif end is not None:
+            self._step_aside(self._transport)
 
     def eof_received(self) -> bool:
         return False
@@ -180,9 +182,23 @@ async def _bind(
         ) from error
 
 
+def _refusal(error: BaseException | None, message: str) -> ApiError:
+    """What aiohttp's parser refused, in our words where they would quote what was sent."""
+    if isinstance(error, LineTooLong):
+        return _too_large(f"the request line or a header field is over {MAX_FIELD_BYTES} bytes")
+    if message == "Too many headers received":
+        return _too_large(f"there are more than {MAX_HEADERS} header fields")
+    reason = message.partition("\n")[0].rstrip(":")  # the lines after it quote bytes
+    return Invalid(f"malformed HTTP: {reason}")
+
+
+def _too_large(message: str) -> ApiError:
+    return ApiError(431, "invalid_request_error", message)
+
+
 def _headers_too_large() -> bytes:
     """A whole answer by hand: there is no request yet that aiohttp could answer."""
-    _, error = describe(ApiError(431, "invalid_request_error", "the headers are too large"))
+    _, error = describe(_too_large("the headers are too large"))
     body = msgspec.json.encode({"error": error})
     return (
         b"HTTP/1.1 431 Request Header Fields Too Large\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runtime.errors import RequestError
 from server.body import check_shape
 from server.errors import Invalid, NotSupported
-from server.fields import Fields
+from server.fields import Fields, wrong_type
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 10_000
@@ -48,7 +48,7 @@ def parse_tools(fields: Fields) -> list[dict[str, object]] | None:
 
 def _message(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise Fields({}).wrong(where, "must be an object", value)
+        raise wrong_type(where, "must be an object", value)
     fields = Fields(value, where)
     role = fields.text("role")
     if not role or len(role) > 64:
@@ -82,7 +82,7 @@ def _content(fields: Fields, where: str) -> str | list[dict[str, str]] | None:
 
 def _part(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Fields({}).wrong(where, "must be an object", value)
+        raise wrong_type(where, "must be an object", value)
     fields = Fields(value, where)
     kind = fields.choice("type", ("text", *MEDIA))
     if kind in MEDIA:
@@ -95,7 +95,7 @@ def _part(value: object, where: str) -> dict[str, str]:
 
 def _tool_call(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise Fields({}).wrong(where, "must be an object", value)
+        raise wrong_type(where, "must be an object", value)
     fields = Fields(value, where)
     function = fields.nested("function")
     name = None if function is None else function.text("name")
@@ -124,7 +124,7 @@ def _arguments(function: Fields, where: str) -> object:
 
 def _tool(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise Fields({}).wrong(where, "must be an object", value)
+        raise wrong_type(where, "must be an object", value)
     fields = Fields(value, where)
     kind = fields.text("type")
     if kind not in (None, "function"):

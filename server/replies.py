@@ -256,8 +256,9 @@ def usage(answers: Sequence[Answer], n: int) -> Json:
 
 
 def probability(token: Token, *, post: bool) -> Json:
-    """A token with its likeliest rivals; `post`: probabilities after the chain, zero ones left
-    out.
+    """A token with its likeliest rivals.
+
+    post    probabilities after the chain, zero ones left out
     """
     key, top_key = ("prob", "top_probs") if post else ("logprob", "top_logprobs")
     rivals = [
@@ -270,8 +271,9 @@ def probability(token: Token, *, post: bool) -> Json:
 
 
 def picked(body: Json, paths: Sequence[str]) -> Json:
-    """The fields named by `paths`, by these names; `a/b` reaches into objects, missing ones are
-    left out.
+    """The fields named by `paths`, by these names.
+
+    `a/b` reaches into objects; missing ones are left out.
     """
     result: Json = {}
     for path in paths:

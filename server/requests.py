@@ -14,7 +14,7 @@ from runtime import SamplingParams
 from runtime.errors import ContextTooLong, RequestError
 from runtime.text.chat_template import check_variables
 from server.errors import Invalid, NotSupported
-from server.fields import Fields
+from server.fields import Fields, wrong_type
 from server.messages import parse_messages, parse_tools
 from server.sampling import n_probs, sampling_params, with_probabilities
 
@@ -206,7 +206,7 @@ def _prompt(value: object, limits: Limits) -> Prompt:
             raise RequestError("prompt.prompt_string", "is missing")
         return text
     if not isinstance(value, list):
-        raise Fields({}).wrong("prompt", "must be a string or a list", value)
+        raise wrong_type("prompt", "must be a string or a list", value)
     if not value:
         raise RequestError("prompt", "is empty")
     if len(value) > limits.n_ctx:
@@ -222,7 +222,7 @@ def token_id(name: str, value: object, n_vocab: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < n_vocab:
-        raise Fields({}).wrong(name, f"holds something that is no token id below {n_vocab}", value)
+        raise wrong_type(name, f"holds something that is no token id below {n_vocab}", value)
     return value
 
 

@@ -22,9 +22,7 @@ async def respond(
     wishes: Wishes,
     reply: Reply,
 ) -> web.StreamResponse:
-    """Generate and answer; when the client leaves, this is cancelled and the sequences are
-    freed.
-    """
+    """Generate and answer; a client that leaves cancels this, which frees the sequences."""
     settings = service.settings
     async with running(service, prompts, wishes) as events:
         if not wishes.stream:

@@ -107,8 +107,9 @@ def _strings(fields: Fields, name: str) -> tuple[str, ...] | None:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int | str, float | bool], ...] | None:
-    """`[[token, bias], ...]` or `{"token": bias}`; a token is an id or a text, `false` forbids
-    it.
+    """`[[token, bias], ...]` or `{"token": bias}`.
+
+    A token is an id or a text; a bias of `false` forbids it.
     """
     value = fields.raw("logit_bias")
     if value is None:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """State of one server.  `engine` raises while there is none; `failed` tells why there never
-    will be.
+    """State of one server.
+
+    `engine` raises while there is none; `failed` tells why there never will be.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, progress: Progress) -> None:
@@ -79,8 +80,9 @@ class Service:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The template of --chat-template, else the model's.  Raises: TemplateError,
-        Unavailable.
+        """The template of --chat-template, else the model's.
+
+        Raises: TemplateError, Unavailable.
         """
         return self._template if self._template is not None else self.engine.chat_template
 

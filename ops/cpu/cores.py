@@ -41,12 +41,16 @@ def default_threads() -> int:
 def pin_to(n_threads: int) -> list[int] | None:
     """A processor for each worker, or None where pinning would hurt.
 
-    With a quota, or without a processor to spare for the event loop, workers float: the one whose
-    processor the loop takes between two steps can go on elsewhere.
+    Only a team of several workers on all cores but at most one is pinned.  A smaller one leaves
+    room for other processes, whose teams would be pinned to the same processors.  With a quota, or
+    without a processor to spare for the event loop, workers float too: the one whose processor the
+    loop takes between two steps can go on elsewhere.
     """
     cores, allowed = available_cores(), _allowed()
     quota = cpu_quota()
     if quota is not None and quota < len(cores):
+        return None
+    if n_threads == 1 or n_threads < len(cores) - 1:
         return None
     rest = [cpu for cpu in allowed if cpu not in cores]
     return (cores + rest)[:n_threads] if n_threads < len(allowed) else None

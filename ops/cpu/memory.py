@@ -48,13 +48,9 @@ def _store(numba_type: types.Type) -> Callable[..., Any]:
     return store
 
 
-load_u8 = _load(types.uint8)
-load_i16 = _load(types.int16)
 load_i32 = _load(types.int32)
 load_i64 = _load(types.int64)
 load_f32 = _load(types.float32)
-store_u8 = _store(types.uint8)
-store_i16 = _store(types.int16)
 store_i32 = _store(types.int32)
 store_i64 = _store(types.int64)
 store_f32 = _store(types.float32)

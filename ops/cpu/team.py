@@ -1,8 +1,8 @@
 """Team: long-lived worker threads that walk programs, the only process-wide object.
 
-Each worker is a Python thread inside one compiled function that holds no GIL; workers are pinned to
-cores where one is left for the event loop.  Engines share the team: `acquire_team` counts
-references.
+Each worker is a Python thread inside one compiled function that holds no GIL; workers of a team
+that takes the machine are pinned to cores (`cores.pin_to`).  Engines share the team:
+`acquire_team` counts references.
 """
 
 from __future__ import annotations
@@ -127,14 +127,15 @@ class _SharedTeam:
         self._n_holders = 0
         self._process = os.getpid()
 
-    def acquire(self, n_threads: int) -> Team:
+    def acquire(self, n_threads: int | None) -> Team:
         with self._lock:
             if self._process != os.getpid():
                 # A fork copied the record but not the threads: this process starts its own.
                 self._team, self._n_holders, self._process = None, 0, os.getpid()
             if self._team is None:
-                self._team = Team(n_threads, cores.pin_to(n_threads))
-            elif n_threads > self._team.n_threads:
+                n_started = cores.default_threads() if n_threads is None else n_threads
+                self._team = Team(n_started, cores.pin_to(n_started))
+            elif n_threads is not None and n_threads > self._team.n_threads:
                 raise TeamError(
                     f"a team of {self._team.n_threads} workers is in use, {n_threads} were asked "
                     "for: open the engine with the most threads first, or close the others"
@@ -161,14 +162,8 @@ def acquire_team(n_threads: int | None = None) -> Team:
     n_threads: workers wanted, None for whatever runs or else one per physical core.  A running team
     of more workers serves too.
 
-    Raises: TeamError when a running team has fewer workers than asked for.
+    Raises: TeamError for less than one worker, or when a running team has fewer than asked for.
     """
-    return _SHARED.acquire(_wanted(n_threads))
-
-
-def _wanted(n_threads: int | None) -> int:
-    if n_threads is None:
-        return cores.default_threads()
-    if n_threads < 1:
+    if n_threads is not None and n_threads < 1:
         raise TeamError(f"n_threads = {n_threads}: use at least 1")
-    return n_threads
+    return _SHARED.acquire(n_threads)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from runtime.commands.options import CommandParser
+from runtime.commands.options import CommandParser, settle_model
 from runtime.errors import EngineError
 
 COMMANDS = {
@@ -80,7 +80,12 @@ def run_command(name: str, words: Sequence[str]) -> int:
         settings = parser.parse_args(words)
     except SystemExit as end:  # after --help, or a message that names the argument
         return end.code if isinstance(end.code, int) else WRONG_USAGE
-    return int(module.run(settings))
+    try:
+        settle_model(settings)
+        return int(module.run(settings))
+    except argparse.ArgumentError as error:  # arguments that do not go together
+        sys.stderr.write(parser.complaint(str(error)))
+        return WRONG_USAGE
 
 
 def overview() -> str:

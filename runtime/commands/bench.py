@@ -20,7 +20,7 @@ from runtime.commands.bench_matrix import (
     tests,
 )
 from runtime.commands.bench_report import Report, Result, Row
-from runtime.commands.options import say_demonstration, whole_number
+from runtime.commands.options import add_model, say_demonstration, whole_number
 from runtime.config import CACHE_TYPES, DEVICES, EngineConfig
 from runtime.errors import ConfigError
 
@@ -33,8 +33,7 @@ SEED = 1  # of the random tokens: two runs compute the same
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-m", "--model", type=names, metavar="FILE,...",
-        help="GGUF files; default: the bundled demonstration model")  # fmt: skip
+    add_model(parser, names, "GGUF files", "FILE,...")
     add("-p", "--n-prompt", type=numbers, metavar="N", help="prompt tests (default 512)")
     add("-n", "--n-gen", type=numbers, metavar="N", help="generation tests (default 128)")
     add("-pg", type=prompt_and_generation, action="append", default=[], metavar="P,N",

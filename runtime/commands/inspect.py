@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from runtime.commands.machine import memory_bytes
-from runtime.commands.options import say_demonstration, whole_number
+from runtime.commands.options import add_model, say_demonstration, whole_number
 from runtime.config import BUNDLED_MODEL
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="GGUF file; default: the demonstration model"
-    )
+    add_model(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor by itself")
     parser.add_argument(
         "--ram", type=gibibytes, metavar="GIB", help="RAM to plan with (default: what is free)"

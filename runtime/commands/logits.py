@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.commands.options import add_machine_options, engine_config, whole_number
+from runtime.commands.options import add_model_options, engine_config, whole_number
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="GGUF file; default: the demonstration model"
-    )
-    parser.add_argument(
         "--tokens", type=token_ids, required=True, metavar="1,2,3", help="token ids, or @FILE"
     )
     parser.add_argument("--out", required=True, metavar="OUT.npz", help="file to write")
@@ -31,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split", type=whole_number(0), metavar="K",
         help="compute the first K tokens together and the others one by one",
     )  # fmt: skip
-    add_machine_options(parser)
+    add_model_options(parser)
 
 
 def token_ids(text: str) -> list[int]:
@@ -51,7 +48,11 @@ def run(settings: argparse.Namespace) -> int:
     import numpy as np
 
     tokens = settings.tokens
-    n_together = len(tokens) if settings.split is None else min(settings.split, len(tokens))
+    n_together = len(tokens) if settings.split is None else settings.split
+    if n_together > len(tokens):
+        raise argparse.ArgumentError(
+            None, f"argument --split: {n_together} is more than the {len(tokens)} of --tokens"
+        )
     logits = asyncio.run(compute(settings, tokens, n_together))
     path = Path(settings.out)
     try:

@@ -53,7 +53,10 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+        self.exit(2, self.complaint(message))
+
+    def complaint(self, message: str) -> str:
+        return f"{self.prog}: {message} (--help lists the options)\n"
 
 
 def whole_number(low: int) -> Callable[[str], int]:
@@ -68,12 +71,42 @@ def whole_number(low: int) -> Callable[[str], int]:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """-m and what the machine may spend."""
+    """The model and what the machine may spend."""
+    add_model(parser)
+    add_machine_options(parser.add_argument_group("machine"))
+
+
+def add_model(
+    parser: argparse.ArgumentParser,
+    convert: Callable[[str], Any] = str,
+    what: str = "GGUF file",
+    metavar: str = "FILE",
+) -> None:
+    """The model, as MODEL or after -m; `settle_model` makes one setting of the two."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-m", "--model", metavar="FILE", help="GGUF file; default: the bundled demonstration model"
+        "model_argument", nargs="?", type=convert, metavar="MODEL", help="the same as -m"
     )
-    add_machine_options(group)
+    group.add_argument(
+        "-m", "--model", type=convert, metavar=metavar,
+        help=f"{what}; default: the bundled demonstration model",
+    )  # fmt: skip
+
+
+def settle_model(settings: argparse.Namespace) -> None:
+    """Let `model` hold what was named, as MODEL or after -m.
+
+    Raises: argparse.ArgumentError where both were given and differ.
+    """
+    if settings.model_argument is None:
+        return
+    if settings.model not in (None, settings.model_argument):
+        first, second = (
+            name if isinstance(name, str) else ",".join(name)
+            for name in (settings.model_argument, settings.model)
+        )
+        raise argparse.ArgumentError(None, f"two models are named, {first} and -m {second}")
+    settings.model = settings.model_argument
 
 
 def add_machine_options(group: argparse._ActionsContainer) -> None:

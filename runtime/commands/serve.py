@@ -9,4 +9,4 @@ def take_over(words: Sequence[str]) -> int:
     """Run the server with `words` as its command line."""
     from runtime.server import main
 
-    return main(list(words))
+    return main(list(words), program="hotexpert serve")

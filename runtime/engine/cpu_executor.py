@@ -30,7 +30,6 @@ from runtime.engine.step import Step, StepResult
 from runtime.engine.step_buffers import StepBuffers
 from runtime.errors import ComputeError, ConfigError, EngineBug, EngineClosed
 from runtime.models.model import Model
-from runtime.models.spec import MoeSpec
 
 JOB_KERNELS: tuple[JobKernel, ...] = (
     norm, quantize, products, heads, attention, attention_end, route, group, gate_up, down,
@@ -122,10 +121,6 @@ class CPUExecutor:
             "cache_type_v": self._pages.cache_types[1],
             "jobs_per_step": len(self._program.names),
         }
-
-    def job_cycles(self) -> dict[str, int]:
-        """Time-stamp ticks spent in each job since the executor was opened, for profiling."""
-        return dict(zip(self._program.names, self._program.cycles.tolist(), strict=True))
 
     async def close(self) -> None:
         if self._closed:
@@ -222,15 +217,4 @@ def compile_kernels(model: Model, progress: Progress | None = None) -> None:
 
 def _product_formats(model: Model) -> set[str]:
     """Names of the formats of all matrices that are multiplied."""
-    spec = model.spec
-    linears = [spec.output]
-    for layer in spec.layers:
-        linears += [*layer.mixer.qkv, layer.mixer.output]
-        block = layer.feed_forward
-        linears += [*block.gate_up, block.down]
-        if isinstance(block, MoeSpec):
-            linears.append(block.router.linear)
-            if block.shared is not None:
-                linears += [*block.shared.dense.gate_up, block.shared.dense.down]
-                linears += [block.shared.gate] if block.shared.gate is not None else []
-    return {model.weights[linear.weight].format.name for linear in linears}
+    return {model.weights[linear.weight].format.name for linear in model.spec.linears}

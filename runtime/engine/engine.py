@@ -28,7 +28,14 @@ from runtime.engine.slots import Slots
 from runtime.engine.statistics import Statistics
 from runtime.engine.step_loop import StepLoop
 from runtime.engine.token import PromptProgress, Token
-from runtime.errors import ContextTooLong, EngineBug, EngineClosed, EngineError, RequestError
+from runtime.errors import (
+    ContextTooLong,
+    EngineBug,
+    EngineClosed,
+    EngineError,
+    RequestError,
+    TokenizerUnavailable,
+)
 from runtime.progress import Progress
 from runtime.text.guard import GUARD
 
@@ -73,9 +80,13 @@ async def open_engine(
                 finally:
                     engine.close()
         except BaseExceptionGroup as group:
-            # One thing went wrong: the block's own exception, or the step that failed and cancelled
-            # the block.
-            raise engine.failure or group.exceptions[0] from group.exceptions[0].__cause__
+            # One thing went wrong first: the block's own exception, or the step that failed and
+            # cancelled the block.  What went wrong after it is for the log only.
+            first = engine.failure or group.exceptions[0]
+            for other in group.exceptions:
+                if other is not first:
+                    logger.error("another error while the engine ended", exc_info=other)
+            raise first from first.__cause__
 
 
 class EngineState(Enum):
@@ -129,12 +140,12 @@ class Engine:
         """The tokens of `n` answers, as they are made (`Token.index` says whose).
 
         Nothing runs before the first item is asked for, errors come from there, and closing the
-        generator (or
-        cancelling the task that reads it) frees the sequences within one step.
+        generator (or cancelling the task that reads it) frees the sequences within one step.
         A text prompt gets the model's BOS and its special tokens are recognised; ids are taken as
-        they are.
-        params None: the model's defaults.  n > 1: answer i uses seed + i.
-        Raises: RequestError (ContextTooLong), TokenizerUnavailable, ComputeError, EngineClosed,
+        they are.  params None: the model's defaults.  n > 1: answer i uses seed + i.
+
+        Raises: RequestError (ContextTooLong), ComputeError, EngineClosed, TokenizerUnavailable
+            where the prompt, a stop string or a bias is text and the model has no tokenizer,
             CorruptModel where the model's file was truncated meanwhile.
         """
         if type(n) is not int or n < 1:
@@ -155,6 +166,8 @@ class Engine:
             raise RequestError("prompt", "is empty: give at least one token")
         if len(ids) >= self.shape.n_ctx_sequence:
             raise ContextTooLong(len(ids), self.shape.n_ctx_sequence)
+        if params.stop and not self.model.has_tokenizer:
+            raise TokenizerUnavailable(f"stop strings need a tokenizer: {self.model.text_error}")
         samplers = await self._samplers(params, ids, n)
         self._check_usable()
         self._check_model()
@@ -284,8 +297,10 @@ class Engine:
             **self.executor.describe(),
         }
 
-    async def save_slot(self, slot: int) -> bytes:
-        """The tokens and KV pages of the slot's last sequence.  Raises: RequestError."""
+    async def save_slot(self, slot: int) -> tuple[bytes, int]:
+        """An image of the tokens and KV pages of the slot's last sequence, and how many tokens it
+        holds: those whose KV is in the cache.  Raises: RequestError.
+        """
         self._check_usable()
         return await self._slots.save(slot)
 

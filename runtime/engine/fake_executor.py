@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.executor import ExecutorLimits
-from runtime.engine.step import F32, I32, Step, StepKind, StepResult
+from runtime.engine.step import F32, Step, StepKind, StepResult
 from runtime.errors import ComputeError, EngineBug
 
 EMPTY = -1  # what an unwritten cell holds
@@ -108,10 +108,6 @@ class FakeExecutor:
     def corrupt_page(self, page: int) -> None:
         """Overwrite what `page` holds."""
         self._cells[page, :, 0] ^= 1
-
-    def page_content(self, page: int) -> I32:
-        """i32[page_tokens]: the tokens in `page`, -1 where nothing was written."""
-        return self._cells[page, :, 0].copy()
 
     async def run(self, step: Step) -> StepResult:
         if self.is_running or self.is_closed:

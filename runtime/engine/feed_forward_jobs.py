@@ -19,7 +19,7 @@ from ops.cpu.experts import (
     down,
     gate_up,
 )
-from ops.cpu.job import JobKernel, record
+from ops.cpu.job import record
 from ops.cpu.matmul import SCRATCH_BYTES
 from ops.cpu.program import Program, address_of, aligned
 from ops.cpu.router import GROUP, ROUTE, group, route
@@ -46,7 +46,6 @@ ACTIVATIONS = {
     Activation.SWIGLU_CLAMPED: experts_job.SWIGLU_CLAMPED,
     Activation.SWIGLU_OAI: experts_job.SWIGLU_OAI,
 }
-KERNELS: tuple[JobKernel, ...] = (route, group, gate_up, down)
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,7 @@ class FeedForwardJobs:
 
     def prepare(self, spec: FeedForward, x: ActivationRows) -> Prepared:
         """Ask `x` for the forms that the block's first products need."""
-        linears = list(spec.gate_up)
-        if isinstance(spec, MoeSpec):
-            linears.append(spec.router.linear)
-            if spec.shared is not None:
-                linears += spec.shared.dense.gate_up
-                linears += [spec.shared.gate] if spec.shared.gate is not None else []
-        for linear in linears:
+        for linear in spec.input_linears:
             x.want(self._model.weights[linear.weight].format.activation)
         return Prepared(spec, x)
 

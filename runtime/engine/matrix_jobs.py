@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.job import JobKernel, record
+from ops.cpu.job import record
 from ops.cpu.linear import MATRIX, PART, PRODUCTS, products
 from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
 from ops.cpu.program import Program, address_of, aligned
@@ -16,7 +16,6 @@ from runtime.engine.step_chunks import StepRows
 from runtime.models.model import Model
 from runtime.models.spec import Linear
 
-KERNELS: tuple[JobKernel, ...] = (products,)
 CHUNKS_PER_WORKER = 4  # so that a slow core holds the others up by a fraction of a job
 CHUNK_BYTES = 48 * 1024  # of weights in a chunk at least, about 2 us of work: a chunk costs 0.2 us
 SMALL_CHUNK_BYTES = 16 * 1024  # at least, where otherwise workers would have nothing to do

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -30,16 +30,16 @@ class ModelFacts:
     name: str
     architecture: str
     path: Path | None
-    metadata: Mapping[str, object]
+    metadata: Mapping[str, object] = field(repr=False)  # with the vocabulary, megabytes of text
     n_vocab: int
     n_ctx_train: int
     n_embd: int
     n_params: int = 0
     n_bytes: int = 0
     n_expert: int = 0
-    text: Tokenizer | None = None
+    text: Tokenizer | None = field(default=None, repr=False)
     text_error: str = ""
-    template: ChatTemplate | None = None
+    template: ChatTemplate | None = field(default=None, repr=False)
     template_error: str = ""
 
     @property

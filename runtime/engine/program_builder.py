@@ -21,7 +21,7 @@ from ops.cpu.attention import (
     attention_workspaces,
 )
 from ops.cpu.heads import HEADS, heads
-from ops.cpu.job import JobKernel, record
+from ops.cpu.job import record
 from ops.cpu.norm import NORM, QUANTIZE, norm, quantize
 from ops.cpu.program import Program, address_of, aligned
 from runtime.engine.activation_rows import ActivationRows, Rows
@@ -42,7 +42,6 @@ NORM_KINDS = {
 }
 ROPE_KINDS = {RopePairing.NEOX: heads_job.ROPE_NEOX, RopePairing.NORM: heads_job.ROPE_NORM}
 JOBS_PER_LAYER = 16
-KERNELS: tuple[JobKernel, ...] = (norm, quantize, heads, attention, attention_end)
 
 
 class ProgramBuilder:

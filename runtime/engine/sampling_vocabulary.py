@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from runtime.errors import RequestError
+from runtime.errors import RequestError, TokenizerUnavailable
 
 MAX_BREAKER_BYTES = 40
 MAX_TAIL_TOKENS = 20
@@ -41,9 +41,11 @@ class SamplingVocabulary:
         return () if self._tokenizer is None else tuple(self._tokenizer.end_ids)
 
     def tokens_of(self, field: str, text: str) -> Sequence[int]:
-        """Raises: RequestError naming `field` where the model has no tokenizer."""
+        """Raises: TokenizerUnavailable naming `field` where the model has no tokenizer."""
         if self._tokenizer is None:
-            raise RequestError(field, "this model has no tokenizer: use token ids instead of text")
+            raise TokenizerUnavailable(
+                f"{field}: this model has no tokenizer: use token ids instead of text"
+            )
         return self._tokenizer.encode(text, add_special=False)
 
     def breakers(self, texts: Sequence[str]) -> Breakers:

@@ -95,9 +95,10 @@ class Scheduler:
         """Let sequences go and come, and say what to compute now."""
         saves = self._make_room()
         loads = self._admit() if self.waiting and not saves else []
-        parts = self._choose()
+        kind, parts = self._choose()
+        self._last_kind = kind
         copies = tuple([copy for s in self.running for copy in s.pages.copies])
-        step = _step(self._last_kind, parts, copies) if parts else None
+        step = _step(kind, parts, copies) if parts else None
         return Plan(tuple(saves), tuple(loads), tuple(parts), step)
 
     def commit(self, plan: Plan, seconds: float) -> list[tuple[int, Sequence]]:
@@ -147,10 +148,6 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         self.kv.close(sequence.pages, poisoned=poisoned)
         sequence.table = None
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
 
     def _make_room(self) -> list[Save]:
         """A page for every answer's next token; where none is left the latest sequences leave."""
@@ -225,15 +222,13 @@ class Scheduler:
         sequence.move(State.DECODE if sequence.n_generated else State.PREFILL)
         return Load(sequence, tuple(missing), tuple(sequence.table.pages[i] for i in missing))
 
-    def _choose(self) -> list[Part]:
-        """The parts of the next step; prompt chunks and decode steps take turns."""
+    def _choose(self) -> tuple[StepKind, list[Part]]:
+        """Kind and parts of the next step; prompt chunks and decode steps take turns."""
         prompts = [s for s in self.running if s.state is State.PREFILL]
         answers = [s for s in self.running if s.state is State.DECODE]
         if prompts and not (answers and self._last_kind is StepKind.PREFILL):
-            self._last_kind = StepKind.PREFILL
-            return self._chunk(prompts, beside=bool(answers))
-        self._last_kind = StepKind.DECODE
-        return [Part(s, s.n_computed, 1) for s in answers]
+            return StepKind.PREFILL, self._chunk(prompts, beside=bool(answers))
+        return StepKind.DECODE, [Part(s, s.n_computed, 1) for s in answers]
 
     def _chunk(self, prompts: list[Sequence], *, beside: bool) -> list[Part]:
         budget = self._n_batch

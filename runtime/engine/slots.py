@@ -36,8 +36,11 @@ class Slots:
             slots=tuple(self._slot(slot) for slot in range(self._shape.n_parallel)),
         )
 
-    async def save(self, slot: int) -> bytes:
-        """Raises: RequestError where the slot does not exist or holds nothing."""
+    async def save(self, slot: int) -> tuple[bytes, int]:
+        """The image and its number of tokens.
+
+        Raises: RequestError where the slot does not exist or holds nothing.
+        """
         tokens = self._tokens(slot)
 
         async def copy_out() -> SlotImage:
@@ -51,7 +54,7 @@ class Slots:
             return SlotImage(self._model_key, self._kv.page_tokens, tokens[:n_tokens], images)
 
         image = await self._steps.between_steps(copy_out)
-        return await self._steps.off_loop(image.to_bytes)
+        return await self._steps.off_loop(image.to_bytes), len(image.tokens)
 
     async def restore(self, slot: int, data: bytes) -> int:
         """Raises: RequestError where the image is not one of this model, or does not fit."""

@@ -11,7 +11,11 @@ StopType = Literal["eos", "word", "limit"]
 
 @dataclass(frozen=True, slots=True)
 class TokenProbability:
-    """A candidate for one place; with `post_sampling_probs` logprob is a plain probability."""
+    """A candidate for one place.
+
+    logprob   its raw log-probability (natural, <= 0); with `post_sampling_probs` not a logarithm
+              but the plain probability after the chain (0 to 1)
+    """
 
     id: int
     bytes: bytes
@@ -73,7 +77,9 @@ class Token:
     text           complete characters to show now.  What may become part of a stop string waits
                    for a later item, so the joined texts are the answer.  "" without a tokenizer
     bytes          the token's own bytes, whole characters or not
-    logprob        of this token, where asked for; top_logprobs: the likeliest, best first
+    logprob        of this token, where asked for: a log-probability, or with `post_sampling_probs`
+                   a plain probability (see TokenProbability)
+    top_logprobs   the likeliest tokens of this place, best first
     slot           the place among the engine's parallel sequences that computed it
     n_prompt       tokens of the prompt; n_cached: how many of them were reused
     n_generated    tokens of this completion so far, this one included

@@ -81,6 +81,10 @@ class AttentionSpec:
         """Values of one token's values."""
         return self.n_head_kv * self.head_dim_v
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (*self.qkv, self.output)
+
 
 Mixer = AttentionSpec  # the union of what mixes tokens; a new kind joins here
 
@@ -105,6 +109,15 @@ class DenseSpec:
     down: Linear
     activation: Activation = Activation.SWIGLU
     activation_limit: float = 0.0
+
+    @property
+    def input_linears(self) -> tuple[Linear, ...]:
+        """Those that multiply the block's input x."""
+        return self.gate_up
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (*self.input_linears, self.down)
 
 
 class RouterScore(Enum):
@@ -145,6 +158,12 @@ class SharedExpertSpec:
     dense: DenseSpec
     gate: Linear | None = None
 
+    @property
+    def input_linears(self) -> tuple[Linear, ...]:
+        """Those that multiply the input x."""
+        own = self.dense.input_linears
+        return own if self.gate is None else (*own, self.gate)
+
 
 @dataclass(frozen=True)
 class MoeSpec:
@@ -163,6 +182,17 @@ class MoeSpec:
     activation_limit: float = 0.0
     shared: SharedExpertSpec | None = None
 
+    @property
+    def input_linears(self) -> tuple[Linear, ...]:
+        """Those that multiply the block's input x."""
+        own = (*self.gate_up, self.router.linear)
+        return own if self.shared is None else (*own, *self.shared.input_linears)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        shared_down = () if self.shared is None else (self.shared.dense.down,)
+        return (*self.input_linears, self.down, *shared_down)
+
 
 FeedForward = DenseSpec | MoeSpec
 
@@ -175,6 +205,10 @@ class LayerSpec:
     mixer: Mixer
     feed_forward_norm: str
     feed_forward: FeedForward
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (*self.mixer.linears, *self.feed_forward.linears)
 
 
 @dataclass(frozen=True)
@@ -207,8 +241,9 @@ class ModelSpec:
         return max((f.n_expert for f in self._moe()), default=0)
 
     @property
-    def n_moe_layers(self) -> int:
-        return len(self._moe())
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that is multiplied."""
+        return (*(linear for layer in self.layers for linear in layer.linears), self.output)
 
     def _moe(self) -> list[MoeSpec]:
         return [f for layer in self.layers if isinstance(f := layer.feed_forward, MoeSpec)]

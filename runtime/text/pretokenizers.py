@@ -26,11 +26,6 @@ class PreTokenizer:
     add_bos: bool = False
 
 
-def pre_tokenizer_names() -> list[str]:
-    """Every known value of `tokenizer.ggml.pre`, sorted."""
-    return sorted(PRE_TOKENIZERS)
-
-
 def _class(ranges: str) -> str:
     """The inside of a character class from 'hex hex-hex ...'."""
     parts = (part.partition("-") for part in ranges.split())

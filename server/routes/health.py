@@ -1,6 +1,4 @@
-"""`/health`: 200 once requests can be answered, 503 with the load phase before that; never needs a
-key.
-"""
+"""`/health`: 200 once requests can be answered, before that 503 with the phase; needs no key."""
 
 from __future__ import annotations
 

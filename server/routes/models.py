@@ -1,6 +1,4 @@
-"""`/v1/models`: the one model, in OpenAI's list and in the `models` list that Ollama's clients
-read.
-"""
+"""`/v1/models`: the one model, in OpenAI's list and in the `models` that Ollama's clients read."""
 
 from __future__ import annotations
 

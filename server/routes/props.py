@@ -1,5 +1,6 @@
-"""`/props`: what the server runs with.  POST changes nothing and exists for `--props`, as in
-llama-server.
+"""`/props`: what the server runs with.
+
+POST changes nothing and exists for `--props`, as in llama-server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`/slots`: what each parallel place does, and its KV to a file and back (with
-`--slot-save-path`).
-"""
+"""`/slots`: what each parallel place does; with `--slot-save-path` its KV to a file and back."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ async def slot_action(request: web.Request) -> web.StreamResponse:
 
 async def _save(service: Service, slot: int, path: Path) -> dict[str, object]:
     begun = time.perf_counter()
-    n_tokens = service.engine.statistics().slots[slot].n_tokens
-    image = await service.engine.save_slot(slot)
+    image, n_tokens = await service.engine.save_slot(slot)
     await asyncio.to_thread(_write_whole, path, image)
     return {
         "id_slot": slot,

@@ -60,6 +60,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["perplexity", "-f", "x", "-c", "0"], "-c"),
         (["run", "-l", "15"], "-l"),
         (["inspect", "--vram", "much"], "--vram"),
+        (["bench", "a,b", "-m", "c"], "a,b and -m c"),
+        (["logits", "--tokens", "1,2", "--split", "9", "--out", "x"], "--split"),
     ],
 )
 def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +69,39 @@ def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
     assert len(shown.err.splitlines()) <= 1
+
+
+NEEDED = {
+    "perplexity": ["-f", __file__],
+    "logits": ["--tokens", "1", "--out", "x.npz"],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        (["a.gguf"], 1, "a.gguf"),
+        (["-m", "a.gguf"], 1, "a.gguf"),
+        (["--model", "a.gguf"], 1, "a.gguf"),
+        (["a.gguf", "-m", "a.gguf"], 1, "a.gguf"),
+        (["a.gguf", "-m", "b.gguf"], 2, "-m"),
+        (["-m", "b.gguf", "a.gguf"], 2, "-m"),
+    ],
+)
+@pytest.mark.usefixtures("empty_folder")
+def test_a_model_is_named_either_way(
+    name: str, model: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([*model, *NEEDED.get(name, [])], [*NEEDED.get(name, []), *model]):
+        assert main([name, *words]) == code
+        shown = capsys.readouterr().err
+        assert said in shown.splitlines()[-1] and "DEMONSTRATION" not in shown
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +156,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_serve_hands_its_words_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr("runtime.server.main", lambda words: seen.append(words) or 0)
+    seen: list[list[str]] = []
+
+    def serve(words: list[str], **_named: str) -> int:
+        seen.append(words)
+        return 0
+
+    monkeypatch.setattr("runtime.server.main", serve)
     assert main(["serve", "--port", "1", "--whatever"]) == 0
     assert seen == [["--port", "1", "--whatever"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ops.cpu import cores
 from ops.cpu.team import acquire_team
-from runtime.config import BUNDLED_MODEL
+from runtime.config import BUNDLED_MODEL, EngineConfig
 from runtime.engine import embedding
 from runtime.engine.cpu_executor import CPUExecutor, open_cpu_executor
+from runtime.engine.engine import Engine, open_engine
+from runtime.engine.params import SamplingParams
 from runtime.engine.step import Step, StepKind
 from runtime.errors import (
     ComputeError,
@@ -246,14 +249,41 @@ async def test_the_loop_stays_responsive(bundled: Model) -> None:
     async with executor_of(bundled, n_ctx=4 * 512, max_step_tokens=500) as executor:
         step = step_of(executor, StepKind.PREFILL, [(0, tokens, 0)], [499])
         await executor.run(step)
-        running = asyncio.create_task(executor.run(step))
-        stalls = []
-        while not running.done():
-            started = time.perf_counter()
-            await asyncio.sleep(0)
-            stalls.append(time.perf_counter() - started)
-        assert len(stalls) > 50
-        assert np.median(stalls) < 1e-3
+        stalls = [await _stalls_during(executor.run(step)) for _ in range(8)]
+    assert all(len(turns) > 50 for turns in stalls)
+    assert np.median(np.concatenate(stalls)) < 1e-3
+    # The longest of a step: other processes may disturb a step, what the loop does disturbs all.
+    assert min(max(turns) for turns in stalls) < 0.05
+
+
+async def _stalls_during(work: Coroutine[Any, Any, Any]) -> list[float]:
+    """Seconds of each turn of the loop until `work` is done."""
+    running, turns = asyncio.create_task(work), []
+    while not running.done():
+        started = time.perf_counter()
+        await asyncio.sleep(0)
+        turns.append(time.perf_counter() - started)
+    return turns
+
+
+async def test_an_engine_of_default_settings_shares_a_smaller_team(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cores, "default_threads", lambda: 2)
+    small = EngineConfig(device="cpu", n_threads=1, n_ctx=256)
+    default = EngineConfig(device="cpu", n_ctx=256)
+    async with open_engine(small) as first, open_engine(default) as second:
+        assert first.describe()["threads"] == second.describe()["threads"] == 1
+        alone = await _greedy_tokens(first)
+        assert len(alone) == 8
+        assert await _greedy_tokens(second) == alone
+        both = await asyncio.gather(_greedy_tokens(first), _greedy_tokens(second))
+    assert both == [alone, alone]
+
+
+async def _greedy_tokens(engine: Engine) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return [token.id async for token in engine.generate([5, 100, 2000, 7], params)]
 
 
 async def test_what_cannot_work_is_refused(bundled: Model, tmp_path: Path) -> None:

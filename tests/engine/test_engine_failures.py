@@ -88,6 +88,21 @@ async def test_an_exception_of_the_block_comes_out_as_it_is() -> None:
             raise KeyError("mine")
 
 
+async def test_an_error_beside_the_first_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(runtime.EngineBug, match="the device is gone"):
+        async with runtime.open_engine(CONFIG) as engine:
+            fake(engine).break_down(RuntimeError("the device is gone"))
+            reading = asyncio.create_task(read(engine, [1, 2, 3]))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                with pytest.raises(runtime.EngineClosed):
+                    await reading
+                raise KeyError("while cleaning up")
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert any(isinstance(error, KeyError) for error in logged)
+
+
 async def test_cancelling_the_block_closes_the_executor() -> None:
     engines: list[runtime.Engine] = []
     is_open = asyncio.Event()

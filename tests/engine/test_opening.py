@@ -80,6 +80,26 @@ async def test_without_a_tokenizer_ids_work_and_text_is_a_typed_error(
             _ = engine.chat_template
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("stop", ["x"]), ("logit_bias", [("x", 1.0)])], ids=["stop", "logit_bias"]
+)
+async def test_without_a_tokenizer_wishes_in_text_are_typed_errors(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    monkeypatch.setattr(fake_model, "fake_metadata", dict)
+    async with runtime.open_engine(EngineConfig(device="fake")) as engine:
+        with pytest.raises(runtime.TokenizerUnavailable, match=field):
+            await read(engine, [1, 2], GREEDY(max_tokens=4, **{field: value}))
+        by_id = GREEDY(max_tokens=4, logit_bias=[(7, 100.0)])
+        assert [token.id for token in await read(engine, [1, 2], by_id)] == [7] * 4
+
+
+async def test_facts_of_a_model_print_in_a_few_lines() -> None:
+    async with runtime.open_engine(EngineConfig()) as engine:
+        assert len(repr(engine.model)) < 1000
+        assert engine.model.name in repr(engine.model)
+
+
 class SlowLoad:
     """An opening that stands still until it is let go; `ended` is set when its thread is done."""
 

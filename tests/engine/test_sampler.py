@@ -16,7 +16,7 @@ from runtime.engine.sampler import Choice, Sampler
 from runtime.engine.sampling_chain import descending, largest
 from runtime.engine.sampling_history import longest_repeats
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
-from runtime.errors import ComputeError, EngineBug, RequestError
+from runtime.errors import ComputeError, EngineBug, RequestError, TokenizerUnavailable
 from tests.support import sampling_reference as reference
 from tests.support.sampling_reference import Row
 
@@ -409,7 +409,7 @@ def test_forbidden_logits() -> None:
 
 
 def test_texts_need_a_tokenizer() -> None:
-    with pytest.raises(RequestError, match="logit_bias"):
+    with pytest.raises(TokenizerUnavailable, match="logit_bias"):
         sampler(10, logit_bias={"a": 1.0})
     with pytest.raises(RequestError, match="dry_sequence_breakers"):
         sampler(10, dry_multiplier=1.0)

@@ -15,7 +15,7 @@ PROMPT = list(range(100))
 async def test_a_saved_slot_comes_back_in_another_engine() -> None:
     async with runtime.open_engine(CONFIG) as engine:
         first = await read(engine, PROMPT)
-        image = await engine.save_slot(first[-1].slot)
+        image, _ = await engine.save_slot(first[-1].slot)
     async with runtime.open_engine(CONFIG) as engine:
         assert await engine.restore_slot(2, image) == 100 + 12 - 1
         again = await read(engine, PROMPT)
@@ -27,7 +27,9 @@ async def test_the_pages_themselves_come_back() -> None:
     """An image whose pages were exchanged must change the answer."""
     async with runtime.open_engine(CONFIG) as engine:
         first = await read(engine, PROMPT)
-        image = SlotImage.from_bytes(await engine.save_slot(0))
+        data, n_saved = await engine.save_slot(0)
+    image = SlotImage.from_bytes(data)
+    assert n_saved == len(image.tokens)
     image.page_images.reverse()
     async with runtime.open_engine(CONFIG) as engine:
         await engine.restore_slot(0, image.to_bytes())
@@ -37,10 +39,11 @@ async def test_the_pages_themselves_come_back() -> None:
 async def test_a_restored_slot_can_be_saved_and_erased() -> None:
     async with runtime.open_engine(CONFIG) as engine:
         await read(engine, PROMPT)
-        image = await engine.save_slot(0)
+        image, n_saved = await engine.save_slot(0)
     async with runtime.open_engine(CONFIG) as engine:
         n_tokens = await engine.restore_slot(1, image)
-        assert await engine.save_slot(1) == image
+        assert n_tokens == n_saved
+        assert await engine.save_slot(1) == (image, n_saved)
         assert await engine.erase_slot(1) == n_tokens
         with pytest.raises(runtime.RequestError, match="nothing in the cache"):
             await engine.save_slot(1)
@@ -50,7 +53,7 @@ async def test_a_restored_slot_can_be_saved_and_erased() -> None:
 async def test_restoring_what_is_here_loads_nothing() -> None:
     async with runtime.open_engine(CONFIG) as engine:
         await read(engine, PROMPT)
-        image = await engine.save_slot(0)
+        image, _ = await engine.save_slot(0)
         before = engine.statistics()
         await engine.restore_slot(0, image)
         assert engine.statistics().n_pages_free == before.n_pages_free
@@ -60,7 +63,7 @@ async def test_restoring_what_is_here_loads_nothing() -> None:
 async def test_a_damaged_image_is_refused(where: int) -> None:
     async with runtime.open_engine(CONFIG) as engine:
         await read(engine, PROMPT)
-        image = bytearray(await engine.save_slot(0))
+        image = bytearray((await engine.save_slot(0))[0])
         image[where] ^= 1
         with pytest.raises(runtime.RequestError, match="damaged"):
             await engine.restore_slot(0, bytes(image))

@@ -13,14 +13,13 @@ import pytest
 from numba import njit
 from numpy.typing import NDArray
 
+from ops.cpu import cores
 from ops.cpu.job import job_kernel
 from ops.cpu.memory import atomic_add, load_i64, store_i64
 from ops.cpu.program import Program, aligned
 from ops.cpu.team import Team, TeamError, acquire_team
 
-MAX_DISPATCH_US = (
-    200.0  # a hundred times what an idle machine needs: a lost wake-up is milliseconds
-)
+MAX_DISPATCH_US = 20.0  # ten times what an idle machine needs; of the best of several repeats
 
 
 @job_kernel
@@ -107,14 +106,14 @@ def test_an_empty_program_ends(team: Team) -> None:
 
 
 def test_dispatch(team: Team, record_property: pytest.FixtureRequest) -> None:
-    """10 000 empty jobs; the cost goes to the report, since a busy machine decides it."""
+    """10 000 empty jobs; the cost goes to the report."""
     for n_chunks in (1, 2, 8):
         program = Program(10_000)
         for _ in range(10_000):
             program.add("nothing", nothing.address, None, n_chunks)
-        best = min(_seconds(team, program) for _ in range(3))
+        best = min(_seconds(team, program) for _ in range(5))
         record_property(f"us_per_job_of_{n_chunks}_chunks", best / 10_000 * 1e6)
-        assert best / 10_000 * 1e6 < MAX_DISPATCH_US
+        assert best / 10_000 * 1e6 <= MAX_DISPATCH_US
         program.close()
 
 
@@ -134,7 +133,7 @@ def test_submit_returns_at_once(team: Team, record_property: pytest.FixtureReque
         times.append(time.perf_counter() - started)
         program.wait()
     record_property("submit_us", float(np.median(times)) * 1e6)
-    assert np.median(times) * 1e6 < MAX_DISPATCH_US
+    assert min(times) * 1e6 <= MAX_DISPATCH_US
     program.close()
 
 
@@ -199,6 +198,18 @@ def test_the_team_is_shared_and_ends_with_its_last_holder() -> None:
     with acquire_team(1) as third:
         assert third is not first
         third.run(Program(1))
+
+
+def test_no_number_means_the_running_team_whatever_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cores, "default_threads", lambda: 3)
+    with acquire_team(1) as small, acquire_team() as second:
+        assert second is small
+    with acquire_team() as own:
+        assert own.n_threads == 3
+    with pytest.raises(TeamError, match="at least 1"):
+        acquire_team(0)
 
 
 def test_a_program_runs_once_at_a_time(team: Team) -> None:

@@ -221,6 +221,8 @@ async def test_slot_save_restore_erase(tmp_path: Path) -> None:
         status, saved = await served.post(f"{slot}?action=save", {"filename": "a.bin"})
         assert status == 200
         assert saved["n_written"] == (tmp_path / "a.bin").stat().st_size
+        # The token generated last has no KV yet.
+        assert saved["n_saved"] == answer["tokens_evaluated"] + answer["tokens_predicted"] - 1
         status, erased = await served.post(f"{slot}?action=erase", {})
         assert status == 200
         assert erased["n_erased"] > 0
@@ -230,6 +232,13 @@ async def test_slot_save_restore_erase(tmp_path: Path) -> None:
         status, restored = await served.post(f"{slot}?action=restore", {"filename": "a.bin"})
         assert status == 200
         assert restored["n_read"] == saved["n_written"]
+        assert restored["n_restored"] == saved["n_saved"]
+        # What a slot got by a restore counts, not what ran in it before.
+        elsewhere = f"/slots/{(answer['id_slot'] + 1) % 4}"
+        await served.post(f"{elsewhere}?action=restore", {"filename": "a.bin"})
+        _, again = await served.post(f"{elsewhere}?action=save", {"filename": "b.bin"})
+        assert again["n_saved"] == saved["n_saved"]
+        assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
         _, warm = await served.post("/completion", {"prompt": prompt, "n_predict": 0})
         assert warm["timings"]["cache_n"] > 0
 

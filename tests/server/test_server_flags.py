@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from runtime import ConfigError
+from runtime.commands.serve import take_over
 from server import cli
 from server.download import choose_files
 from server.flag_table import FLAGS
-from server.flags import Given, parse_flags
+from server.flags import Given, completion_script, parse_flags
 from server.settings import engine_config, server_settings
 
 
@@ -62,7 +64,7 @@ def test_forms() -> None:
         "cache_type_k"),
         (["-np", "0"], "n_parallel"), (["--repeat-penalty", "0"], "repeat_penalty"),
         (["--grammar", "x"], "--grammar is not supported"), (["-mu", "http://x"],
-        "-mu is not supported"),
+        "of a .gguf file"),
         (["-hf", "nonsense"], "USER/REPO"),
     ],
 )  # fmt: skip
@@ -184,7 +186,24 @@ def test_information_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--list-devices"]) == 0
     assert "CPU" in capsys.readouterr().out
     assert cli.main(["--completion-bash"]) == 0
-    assert "--moe-expert-cache" in capsys.readouterr().out
+    script = capsys.readouterr().out
+    assert "--moe-expert-cache" in script
+    assert script.endswith(" hotexpert\n")
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m runtime.server ")
+    assert take_over(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: hotexpert serve ")
+
+
+def test_the_completion_knows_the_flags_of_serve() -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    script = completion_script(FLAGS)
+    for words, wanted in (("hotexpert serve --ctx-s", "--ctx-size"), ("hotexpert run --ctx-s", "")):
+        ask = f"{script}COMP_WORDS=({words}); COMP_CWORD=2; _hotexpert; printf '%s\\n' $COMPREPLY"
+        done = subprocess.run([bash, "-c", ask], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == wanted
 
 
 @pytest.mark.parametrize(

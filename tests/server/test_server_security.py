@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from runtime import ConfigError
+from server.listen import MAX_HEADER_BYTES
 from server.security import Gate
 from tests.server.serving import CHAT, Served, serving
 
@@ -177,6 +178,52 @@ async def test_hostile_headers(served: Served, pieces: list[bytes]) -> None:
         assert (error["type"], error["code"]) in {
             ("invalid_request_error", 400), ("invalid_request_error", 431)
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        (
+            b"X: " + b"a" * 20_000 + b"\r\n",
+            "the request line or a header field is over 16384 bytes",
+        ),
+        (b"X: y\r\n" * 200, "there are more than 128 header fields"),
+    ],
+    ids=["field", "number"],
+)
+async def test_headers_beyond_a_limit(served: Served, headers: bytes, message: str) -> None:
+    assert_too_large(await exchange(served, HEAD + headers + b"\r\n"), message)
+
+
+async def test_headers_too_large_in_all(served: Served) -> None:
+    fields = (b"X: " + b"a" * 1000 + b"\r\n") * 100
+    # Not one byte stays unread, which would reset the connection; the end need not come.
+    unended = (HEAD + fields)[: MAX_HEADER_BYTES + 1]
+    assert_too_large(await exchange(served, unended), "the headers are too large")
+    ended = HEAD + fields[: MAX_HEADER_BYTES + 1 - len(HEAD)] + b"\r\n\r\n"
+    assert_too_large(await exchange(served, ended), "the headers are too large")
+
+
+def assert_too_large(answer: bytes, message: str) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split(b"\r\n")[0].endswith(b" 431 Request Header Fields Too Large")
+    error = {"code": 431, "message": message, "type": "invalid_request_error"}
+    assert json.loads(body) == {"error": error}
+
+
+async def test_a_body_announced_too_large_is_refused_at_once(served: Served) -> None:
+    parts = urlsplit(served.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(
+        b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
+    )
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        await reader.readuntil(b"\r\n\r\n")
+        error = json.loads(await reader.readuntil(b"}}"))["error"]
+    assert (error["code"], error["type"]) == (413, "invalid_request_error")
+    assert error["message"].endswith("the body is too large")
+    writer.close()
 
 
 async def test_malformed_http_does_not_fill_the_log(

@@ -21,6 +21,7 @@ from runtime.config import BUNDLED_MODEL
 from runtime.errors import CorruptModel, RequestError, TokenizerUnavailable
 from runtime.text.pretokenizers import PRE_TOKENIZERS
 from runtime.text.tokenizer import Tokenizer
+from tests.support.gguf_writer import write_gguf
 from tests.support.vocabulary import (
     CONTROL,
     NORMAL,
@@ -35,6 +36,7 @@ BUNDLED_CASES = json.loads((DATA / "bundled.json").read_text())
 SPLITS = json.loads((DATA / "splits.json").read_text())
 VOCAB_FILES = os.environ.get("HOTEXPERT_VOCAB_FILES")
 OTHER_KINDS = ("bert", "gemma", "nomic")
+N_PUBLIC_FILES = 13  # llama.cpp b11434: those with .inp and .out, without the other kinds
 
 HELLO = ("H e", "l l", "He ll", "Hell o")
 
@@ -73,19 +75,20 @@ class TestSameIdsAsLlamaCpp:
         VOCAB_FILES is None, reason="HOTEXPERT_VOCAB_FILES names no folder of ggml-vocab-*.gguf"
     )
     def test_public_vocabulary_files(self) -> None:
-        n_lines = 0
+        n_files = 0
         for path in sorted(Path(VOCAB_FILES or "").glob("ggml-vocab-*.gguf")):
             texts, ids = path.with_name(path.name + ".inp"), path.with_name(path.name + ".out")
             if not texts.exists() or any(kind in path.name for kind in OTHER_KINDS):
                 continue
+            n_files += 1
             model = runtime.load_tokenizer(path)
-            lines = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
-            for text, line in zip(lines, ids.read_text().splitlines(), strict=False):
-                n_lines += 1
+            cases = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+            assert cases.pop() == "", f"{path.name}.inp does not end with a separator"
+            for text, line in zip(cases, ids.read_text().splitlines(), strict=True):
                 assert model.encode(text, add_special=False) == [*map(int, line.split())], (
                     f"{path.name}: {text!r}"
                 )
-        assert n_lines > 0, f"{VOCAB_FILES} has no vocabulary with .inp and .out"
+        assert n_files == N_PUBLIC_FILES, f"{VOCAB_FILES} has another set of vocabularies"
 
 
 class TestByteLevel:
@@ -370,6 +373,26 @@ def test_a_large_vocabulary_loads_quickly() -> None:
     model = tokenizer(metadata)
     assert time.perf_counter() - started < 5.0
     assert model.n_vocab == 256 + len(pairs) + len(longer)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [byte_level(HELLO), sentence_piece([("Hello", -1.0), ("▁", -2.0)])],
+    ids=["gpt2", "llama"],
+)
+def test_a_file_of_a_vocabulary_only(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    path = write_gguf(tmp_path / "vocabulary.gguf", metadata, [])
+    model = runtime.load_tokenizer(path)
+    assert model.n_vocab == len(metadata["tokenizer.ggml.tokens"])
+    ids = model.encode("Hello, 你好", add_special=False)
+    assert ids == tokenizer(metadata).encode("Hello, 你好", add_special=False)
+    assert model.decode(ids).lstrip() == "Hello, 你好"
+
+
+def test_a_file_without_a_vocabulary_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "empty.gguf", {"general.name": "empty"}, [])
+    with pytest.raises(TokenizerUnavailable, match=r"tokenizer\.ggml\.model"):
+        runtime.load_tokenizer(path)
 
 
 def test_the_library_is_imported_when_needed() -> None:
