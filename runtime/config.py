@@ -33,7 +33,7 @@ class EngineConfig:
     n_ctx           KV cells shared by all sequences; None: the model's trained context, at most
                     8192 per sequence
     n_parallel      sequences decoded together; None: 4, sharing the whole context
-    n_threads       CPU workers; None: one per physical core
+    n_threads       CPU workers; None: those of the engine that runs already, else one per core
     n_batch         tokens of one prompt chunk
     cache_type_k/v  storage of attention keys and values: f16, f32 or q8_0
     device          auto, cpu, or fake (pretends to compute: tests of everything around it)
