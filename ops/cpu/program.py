@@ -15,30 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 LINE = 64
-WORDS = LINE // 8
 JOB = np.dtype(
     {
-        "names": ["function", "args", "n_chunks", "index"],
-        "formats": ["i8"] * 4,
+        "names": ["function", "args", "n_chunks"],
+        "formats": ["i8"] * 3,
         "itemsize": LINE,
     }
 )
 N_CHUNKS_OFFSET = 16
-INDEX_OFFSET = 24
 HEADER = np.dtype(
     {
-        "names": [
-            "first_job", "end_job", "event", "one", "running", "n_finished", "error", "cycles",
-            "cycles_stride",
-        ],
-        "formats": ["i8"] * 9,
-        "itemsize": 2 * LINE,
+        "names": ["first_job", "end_job", "event", "one", "running", "n_finished", "error"],
+        "formats": ["i8"] * 7,
+        "itemsize": LINE,
     }
-)  # fmt: skip
-FIRST_JOB, END_JOB, EVENT, ONE, RUNNING, N_FINISHED, ERROR, CYCLES, CYCLES_STRIDE = (
-    8 * i for i in range(9)
 )
-CYCLES_ROWS = os.cpu_count() or 1  # each worker counts in a row of its own
+FIRST_JOB, END_JOB, EVENT, ONE, RUNNING, N_FINISHED, ERROR = (8 * i for i in range(7))
 
 
 def aligned(shape: int | tuple[int, ...], dtype: Any, alignment: int = LINE) -> NDArray[Any]:
@@ -66,7 +58,6 @@ class Program:
         self.keep: list[Any] = []
         self._jobs = aligned(capacity, JOB)
         self._header = aligned(1, HEADER)
-        self._cycles = aligned((CYCLES_ROWS, -(-capacity // WORDS) * WORDS), np.int64)
         self._running = self._header["running"]
         self._error = self._header["error"]
         self.address = address_of(self._header)
@@ -76,17 +67,13 @@ class Program:
         header["first_job"] = header["end_job"] = address_of(self._jobs)
         header["event"] = self.event
         header["one"] = 1
-        header["cycles"], header["cycles_stride"] = (
-            address_of(self._cycles),
-            self._cycles.strides[0],
-        )
 
     def add(self, name: str, function: int, args: NDArray[Any] | None, n_chunks: int = 1) -> int:
         """Append a job; its index.  `args`: a record array whose address the function gets."""
         index = len(self.names)
         if index == len(self._jobs):
             raise ValueError(f"the program holds {index} jobs; make it with a larger capacity")
-        self._jobs[index] = (function, 0 if args is None else address_of(args), n_chunks, index)
+        self._jobs[index] = (function, 0 if args is None else address_of(args), n_chunks)
         if args is not None:
             self.keep.append(args)
         self.names.append(name)
@@ -97,12 +84,6 @@ class Program:
     def n_chunks(self) -> NDArray[np.int64]:
         """i64[n_jobs], writable between runs."""
         return self._jobs["n_chunks"][: len(self.names)]
-
-    @property
-    def cycles(self) -> NDArray[np.int64]:
-        """i64[n_jobs]: time-stamp counter ticks spent in each job since the program was made."""
-        ticks: NDArray[np.int64] = self._cycles[:, : len(self.names)].sum(0)
-        return ticks
 
     def n_chunks_address(self, index: int) -> int:
         """Where a job writes the number of chunks of job `index`."""

@@ -29,13 +29,9 @@ from ops.cpu.memory import (
     store_i64,
 )
 from ops.cpu.program import (
-    CYCLES,
-    CYCLES_ROWS,
-    CYCLES_STRIDE,
     END_JOB,
     EVENT,
     FIRST_JOB,
-    INDEX_OFFSET,
     LINE,
     N_CHUNKS_OFFSET,
     N_FINISHED,
@@ -49,7 +45,7 @@ CLAIM, N_DONE, BUSY, WAKE, SLEEPING, STOP, HEAD, TAIL, LIBC, RING = (LINE * i fo
 RING_SLOTS = 64
 CONTROL_BYTES = RING + 8 * RING_SLOTS
 # Words written only by the worker that moves on.
-FUNCTION, ARGS, N_CHUNKS, JOB_AT, JOB_END, PROGRAM, STARTED = (CLAIM + 8 * i for i in range(1, 8))
+FUNCTION, ARGS, N_CHUNKS, JOB_AT, JOB_END, PROGRAM = (CLAIM + 8 * i for i in range(1, 7))
 # Words of the line LIBC: addresses of functions, the number of the futex call (0: none), and how
 # many workers there are.
 SYSCALL, WRITE, USLEEP, YIELD, FUTEX, N_WORKERS = (LIBC + 8 * i for i in range(6))
@@ -96,7 +92,6 @@ def publish(control, function, args, n_chunks):
     store_i64(control + FUNCTION, function)
     store_i64(control + ARGS, args)
     store_i64(control + N_CHUNKS, n_chunks)
-    store_i64(control + STARTED, cycle_counter())
     store_i64(control + N_DONE, 0)
     generation = (load_i64(control + CLAIM) >> 32) + 1
     atomic_store(control + CLAIM, ((generation & 0x7FFFFFFF) << 32) | n_chunks)
@@ -151,22 +146,12 @@ def finish(control, program):
     call_i64(load_i64(control + WRITE), (event, program + ONE, 8))
 
 
-@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)
-def count_cycles(program, job, worker, started):
-    """Add the time since `started` to the worker's own count for the job: no line is shared."""
-    row = worker % CYCLES_ROWS * load_i64(program + CYCLES_STRIDE)
-    at = load_i64(program + CYCLES) + row + 8 * load_i64(job + INDEX_OFFSET)
-    store_i64(at, load_i64(at) + cycle_counter() - started)
-
-
 @njit("void(int64, int64)", nogil=True, cache=True)
 def move_on(control, worker):
     """Go to the next job of more than one chunk, running those of one chunk on the way."""
     program = load_i64(control + PROGRAM)
     job = load_i64(control + JOB_AT)
     end = load_i64(control + JOB_END)
-    if program != 0:
-        count_cycles(program, job, worker, load_i64(control + STARTED))
     job += LINE
     while True:
         while job == end:
@@ -181,9 +166,7 @@ def move_on(control, worker):
         if n_chunks > 1:
             break
         if n_chunks == 1:
-            started = cycle_counter()
             call(load_i64(job), (load_i64(job + 8), 0, worker))
-            count_cycles(program, job, worker, started)
         job += LINE
     store_i64(control + PROGRAM, program)
     store_i64(control + JOB_AT, job)

@@ -10,10 +10,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_ci_runs_the_readme_s_test_command() -> None:
-    commands = re.findall(r"```sh\n(.+?)\n```", README, re.S)
-    assert any(command in (ROOT / ".ci/run").read_text() for command in commands), (
-        "none of the README's shell commands is in .ci/run: CI must run what the README says"
-    )
+    (command,) = (c for c in re.findall(r"```sh\n(.+?)\n```", README, re.S) if "pytest" in c)
+    assert command in (ROOT / ".ci/run").read_text(), f"CI must run what the README says: {command}"
 
 
 def test_nothing_is_left_to_fill_in() -> None:
