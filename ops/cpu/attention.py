@@ -13,20 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.attention_page import scores, weigh_values
+from ops.cpu.attention_rows import (
+    SCORE_ROW,
+    page_scores,
+    page_values,
+    widened,
+    window_values,
+)
 from ops.cpu.elementwise import exp, exp_minus
 from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
-from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, Q8_CACHE
+from ops.cpu.kv_layout import BLOCK_TOKENS, PAGE_TOKENS
 from ops.cpu.memory import array, load_f32, load_i32, store_f32, store_i64
 from ops.cpu.program import address_of, aligned
-from ops.cpu.rows import merge_row, scale_row, widen_f16
+from ops.cpu.rows import merge_row, scale_row
 from ops.cpu.vector import max16, sum16
 
-BLOCK_TOKENS = 512
 BLOCK_PAGES = BLOCK_TOKENS // PAGE_TOKENS
 TILE_ROWS = 32
-WIDEN_ROWS = 8
-SCORE_ROW = 4 * BLOCK_TOKENS
 MINUS_INFINITY = np.float32(-np.inf)
 PARTIAL_HEAD = 64
 """Bytes before the values of a partial result: its peak and its sum, f32 each."""
@@ -76,12 +79,19 @@ ATTENTION = args_record(
     partial_spans="i8",
     error="i8",
     workspaces="i8",
+    window="i8",
+    sinks="i8",
+    value_scale="f4",
 )
 """q: f32 rows of n_head * dim_k, scaled; out: f32 rows of n_head * dim_v; strides: bytes a token.
 
 partials: rows of `partial_bytes`, in each for every head PARTIAL_HEAD bytes and f32[dim_v_padded];
 partial_spans: i32[n_tokens][2], first partial of a token and how many; error: i64 that is set to 1
 where a page table has no page.
+
+window: a key is seen while its position is above the query's minus this; 0: every earlier key.
+sinks: f32[n_head], joins the softmax denominator of each head; 0: none.
+value_scale: multiplies the output.
 """
 
 WORKSPACE = args_record(
@@ -126,89 +136,26 @@ def tile_tokens(n_head: int, n_head_kv: int) -> int:
 
 
 @kernel_njit
-def page_scores(cache, q, n_rows, keys, dim, out):
-    """Scores of one page's 32 keys for n_rows queries (addresses at q), 4 rows at a time."""
-    row = 0
-    while row < n_rows:
-        queries, target = q + 8 * row, out + SCORE_ROW * row
-        four = n_rows - row >= 4
-        if cache == F16_CACHE:
-            if four:
-                scores(F16_CACHE, 4, queries, keys, dim, target, SCORE_ROW)
-            else:
-                scores(F16_CACHE, 1, queries, keys, dim, target, SCORE_ROW)
-        elif cache == F32_CACHE:
-            if four:
-                scores(F32_CACHE, 4, queries, keys, dim, target, SCORE_ROW)
-            else:
-                scores(F32_CACHE, 1, queries, keys, dim, target, SCORE_ROW)
-        elif four:
-            scores(Q8_CACHE, 4, queries, keys, dim, target, SCORE_ROW)
-        else:
-            scores(Q8_CACHE, 1, queries, keys, dim, target, SCORE_ROW)
-        row += 4 if four else 1
+def fill(row, begin, end, value):
+    """Values [begin, end) of an f32 row."""
+    for i in range(begin, end):
+        store_f32(row + 4 * i, value)
 
 
 @kernel_njit
-def weigh_four(cache, weights, values, dim, first, end, out):
-    """out += weights times values, four rows."""
-    stride = 4 * dim
-    if cache == F16_CACHE:
-        weigh_values(F16_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
-    elif cache == F32_CACHE:
-        weigh_values(F32_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
-    else:
-        weigh_values(Q8_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+def softmax_row(row, begin, end):
+    """Scores [begin, end) of an f32 row -> e^(score - peak); (peak, sum).
 
-
-@kernel_njit
-def weigh_one(cache, weights, values, dim, first, end, out):
-    """out += weights times values, one row."""
-    stride = 4 * dim
-    if cache == F16_CACHE:
-        weigh_values(F16_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
-    elif cache == F32_CACHE:
-        weigh_values(F32_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
-    else:
-        weigh_values(Q8_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
-
-
-@kernel_njit
-def page_values(cache, weights, n_rows, values, dim, first_end, group, out):
-    """out += weights times the values of one page that each row sees: four rows where all see them.
-
-    first_end: tokens of the page that row 0 sees, may be negative or beyond the page; `group` rows
-    later it is one more.
+    The values around them, up to multiples of 16, are overwritten.
     """
-    row = 0
-    while row < n_rows:
-        rows = 4 if n_rows - row >= 4 else 1
-        shared = 0
-        if rows == 4:
-            shared = min(PAGE_TOKENS, max(0, first_end + row // group))
-            weigh_four(
-                cache, weights + SCORE_ROW * row, values, dim, 0, shared, out + 4 * dim * row
-            )
-        for r in range(row, row + rows):
-            end = min(PAGE_TOKENS, max(0, first_end + r // group))
-            if end > shared:
-                weigh_one(
-                    cache, weights + SCORE_ROW * r, values, dim, shared, end, out + 4 * dim * r
-                )
-        row += rows
-
-
-@kernel_njit
-def softmax_row(row, n_visible):
-    """Scores f32[n_visible] -> e^(score - peak); (peak, sum).  Room for whole vectors is needed."""
-    n_vectors = (n_visible + 15) // 16 * 16
-    for i in range(n_visible, n_vectors):
-        store_f32(row + 4 * i, MINUS_INFINITY)
-    peak = max16(row, n_vectors)
-    exp_minus(row, n_vectors, peak)
-    for i in range(n_visible, n_vectors):
-        store_f32(row + 4 * i, np.float32(0))
-    return peak, sum16(row, n_vectors)
+    first, last = begin // 16 * 16, (end + 15) // 16 * 16
+    fill(row, first, begin, MINUS_INFINITY)
+    fill(row, end, last, MINUS_INFINITY)
+    peak = max16(row + 4 * first, last - first)
+    exp_minus(row + 4 * first, last - first, peak)
+    fill(row, first, begin, np.float32(0))
+    fill(row, end, last, np.float32(0))
+    return peak, sum16(row + 4 * first, last - first)
 
 
 @kernel_njit
@@ -242,46 +189,47 @@ def page_at(pages, page_bytes, table, index):
 
 
 @kernel_njit
-def widened(cache, w, n_rows, values, n):
-    """(cache type, address) of the `n` numbers of a page: half-precision ones that many rows read
-    are converted once, which changes no bit."""
-    if cache != F16_CACHE or n_rows < WIDEN_ROWS:
-        return cache, values
-    widen_f16(w.page, values, n)
-    return F32_CACHE, w.page
+def first_seen(window, position):
+    """The first key that a query sees, both counted from the start of a block."""
+    return max(0, position + 1 - window) if window > 0 else 0
 
 
 @kernel_njit
 def attend_block(a, item, w, kv_head, n_rows, block):
-    """Results of one block into block_peaks, block_totals, block_values; rows before it get -1."""
+    """Results of one block into block_peaks, block_totals, block_values; a total of -1: none."""
     table = a.page_tables + a.table_stride * load_i32(a.sequences + 4 * item.token)
     table += 4 * block * BLOCK_PAGES
     first = load_i32(a.positions + 4 * item.token) - block * BLOCK_TOKENS
     n_keys = min(BLOCK_TOKENS, first + item.n_tokens)
     n_pages = (n_keys + PAGE_TOKENS - 1) // PAGE_TOKENS
+    first_page = first_seen(a.window, first) // PAGE_TOKENS
     group = a.n_head // a.n_head_kv
-    for p in range(n_pages):
+    for p in range(first_page, n_pages):
         if load_i32(table + 4 * p) < 0:
             store_i64(a.error, 1)
             return
-    for p in range(n_pages):
+    for p in range(first_page, n_pages):
         keys = page_at(a.k_pages, a.k_page_bytes, table, p) + kv_head * a.k_head_bytes
-        cache, keys = widened(a.k_cache, w, n_rows, keys, PAGE_TOKENS * a.dim_k)
+        cache, keys = widened(a.k_cache, w.page, n_rows, keys, PAGE_TOKENS * a.dim_k)
         page_scores(cache, w.queries, n_rows, keys, a.dim_k, w.scores + 4 * PAGE_TOKENS * p)
     for row in range(n_rows):
-        n_visible = min(BLOCK_TOKENS, first + row // group + 1)
-        scores_at = w.scores + SCORE_ROW * row
+        position = first + row // group
+        begin, end = first_seen(a.window, position), min(BLOCK_TOKENS, position + 1)
         peak, total = MINUS_INFINITY, np.float32(-1)
-        if n_visible > 0:
-            peak, total = softmax_row(scores_at, n_visible)
+        if begin < end:
+            peak, total = softmax_row(w.scores + SCORE_ROW * row, begin, end)
         store_f32(w.block_peaks + 4 * row, peak)
         store_f32(w.block_totals + 4 * row, total)
     clear(w.block_values, n_rows * 4 * a.dim_v_padded)
-    for p in range(n_pages):
+    dim, out = a.dim_v_padded, w.block_values
+    for p in range(first_page, n_pages):
         values = page_at(a.v_pages, a.v_page_bytes, table, p) + kv_head * a.v_head_bytes
-        cache, values = widened(a.v_cache, w, n_rows, values, PAGE_TOKENS * a.dim_v_padded)
+        cache, values = widened(a.v_cache, w.page, n_rows, values, PAGE_TOKENS * dim)
         weights, seen = w.scores + 4 * PAGE_TOKENS * p, first + 1 - p * PAGE_TOKENS
-        page_values(cache, weights, n_rows, values, a.dim_v_padded, seen, group, w.block_values)
+        if a.window == 0:
+            page_values(cache, weights, n_rows, values, dim, seen, group, out)
+        else:
+            window_values(cache, weights, n_rows, values, dim, seen, a.window, group, out)
 
 
 @kernel_njit
@@ -297,6 +245,17 @@ def merge_block(a, w, n_rows):
             )  # fmt: skip
             store_f32(w.peaks + 4 * row, peak)
             store_f32(w.totals + 4 * row, total)
+
+
+@kernel_njit
+def output_factor(a, head, peak, total):
+    """What the sum of a head's weighted values is multiplied by, given the softmax so far."""
+    if a.sinks == 0:
+        return a.value_scale * (np.float32(1) / total)
+    sink = load_f32(a.sinks + 4 * head)
+    top = sink if sink > peak else peak
+    keep = exp(peak - top)
+    return a.value_scale * (keep / (keep * total + exp(sink - top)))
 
 
 @kernel_njit
@@ -331,8 +290,10 @@ def attention(args: int, chunk: int, worker: int) -> None:
         for row in range(n_rows):
             head = kv_head * group + row % group
             target = a.out + (item.token + row // group) * a.out_stride + head * a.dim_v * 4
-            inverse = np.float32(1) / load_f32(w.totals + 4 * row)
-            scale_row(target, w.values + 4 * a.dim_v_padded * row, a.dim_v, inverse)
+            factor = output_factor(
+                a, head, load_f32(w.peaks + 4 * row), load_f32(w.totals + 4 * row)
+            )
+            scale_row(target, w.values + 4 * a.dim_v_padded * row, a.dim_v, factor)
 
 
 @job_kernel
@@ -350,9 +311,10 @@ def attention_end(args: int, chunk: int, worker: int) -> None:
         for i in range(n_partials):
             part = a.partials + (first + i) * a.partial_bytes
             part += head * (PARTIAL_HEAD + 4 * a.dim_v_padded)
-            peak, total = merge(
-                peak, total, w.values,
-                load_f32(part), load_f32(part + 4), part + PARTIAL_HEAD, a.dim_v_padded,
-            )  # fmt: skip
+            if load_f32(part + 4) != np.float32(-1):
+                peak, total = merge(
+                    peak, total, w.values,
+                    load_f32(part), load_f32(part + 4), part + PARTIAL_HEAD, a.dim_v_padded,
+                )  # fmt: skip
         target = a.out + chunk * a.out_stride + head * a.dim_v * 4
-        scale_row(target, w.values, a.dim_v, np.float32(1) / total)
+        scale_row(target, w.values, a.dim_v, output_factor(a, head, peak, total))

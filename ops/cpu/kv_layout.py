@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ops.cpu.vector import LANES
 
 PAGE_TOKENS = 32
+BLOCK_TOKENS = 512  # keys of one softmax; see ops.cpu.attention
 SCALE_DIMS = 32
 F32_CACHE, F16_CACHE, Q8_CACHE = 0, 1, 2
 CACHE_CODES = {"f32": F32_CACHE, "f16": F16_CACHE, "q8_0": Q8_CACHE}

@@ -35,7 +35,7 @@ def _spread(builder: Any, value: Any, count: int) -> Any:
     return splat(builder, value) if count == LANES else value
 
 
-def _row_loop(compute: Callable[..., Any]) -> Callable[..., Any]:
+def row_loop(compute: Callable[..., Any]) -> Callable[..., Any]:
     """codegen of `out[i] = compute(...)`: args are out, rows..., n, scalars...
 
     compute(builder, values, scalars): the values of out and of each row, and the scalars.
@@ -60,7 +60,7 @@ def _row_loop(compute: Callable[..., Any]) -> Callable[..., Any]:
 @intrinsic
 def add_row(_: Any, out: types.Type, x: types.Type, n: types.Type) -> tuple[Any, Any]:
     """add_row(out, x, n): out[i] += x[i]."""
-    codegen = _row_loop(lambda b, v, s: b.fadd(v[0], v[1]))
+    codegen = row_loop(lambda b, v, s: b.fadd(v[0], v[1]))
     return types.void(ADDRESS, ADDRESS, ADDRESS), codegen
 
 
@@ -69,7 +69,7 @@ def sum_rows(
     _: Any, out: types.Type, x: types.Type, y: types.Type, n: types.Type
 ) -> tuple[Any, Any]:
     """sum_rows(out, x, y, n): out[i] = x[i] + y[i]."""
-    codegen = _row_loop(lambda b, v, s: b.fadd(v[1], v[2]))
+    codegen = row_loop(lambda b, v, s: b.fadd(v[1], v[2]))
     return types.void(ADDRESS, ADDRESS, ADDRESS, ADDRESS), codegen
 
 
@@ -78,7 +78,7 @@ def add_weighted(
     _: Any, out: types.Type, x: types.Type, n: types.Type, weight: types.Type
 ) -> tuple[Any, Any]:
     """add_weighted(out, x, n, weight): out[i] = fma(weight, x[i], out[i])."""
-    codegen = _row_loop(lambda b, v, s: fma(b, s[0], v[1], v[0]))
+    codegen = row_loop(lambda b, v, s: fma(b, s[0], v[1], v[0]))
     return types.void(ADDRESS, ADDRESS, ADDRESS, F32), codegen
 
 
@@ -87,7 +87,7 @@ def scale_row(
     _: Any, out: types.Type, x: types.Type, n: types.Type, factor: types.Type
 ) -> tuple[Any, Any]:
     """scale_row(out, x, n, factor): out[i] = x[i] * factor."""
-    codegen = _row_loop(lambda b, v, s: b.fmul(v[1], s[0]))
+    codegen = row_loop(lambda b, v, s: b.fmul(v[1], s[0]))
     return types.void(ADDRESS, ADDRESS, ADDRESS, F32), codegen
 
 
@@ -96,7 +96,7 @@ def scale_by_row(
     _: Any, out: types.Type, x: types.Type, weight: types.Type, n: types.Type, factor: types.Type
 ) -> tuple[Any, Any]:
     """scale_by_row(out, x, weight, n, factor): out[i] = (x[i] * factor) * weight[i]."""
-    codegen = _row_loop(lambda b, v, s: b.fmul(b.fmul(v[1], s[0]), v[2]))
+    codegen = row_loop(lambda b, v, s: b.fmul(b.fmul(v[1], s[0]), v[2]))
     return types.void(ADDRESS, ADDRESS, ADDRESS, ADDRESS, F32), codegen
 
 
@@ -105,7 +105,7 @@ def merge_row(
     _: Any, out: types.Type, x: types.Type, n: types.Type, keep: types.Type, take: types.Type
 ) -> tuple[Any, Any]:
     """merge_row(out, x, n, keep, take): out[i] = fma(take, x[i], keep * out[i])."""
-    codegen = _row_loop(lambda b, v, s: fma(b, s[1], v[1], b.fmul(s[0], v[0])))
+    codegen = row_loop(lambda b, v, s: fma(b, s[1], v[1], b.fmul(s[0], v[0])))
     return types.void(ADDRESS, ADDRESS, ADDRESS, F32, F32), codegen
 
 

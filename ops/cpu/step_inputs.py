@@ -13,9 +13,9 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from ops.cpu.attention import BLOCK_TOKENS, ITEM, ITEM_BYTES
+from ops.cpu.attention import ITEM, ITEM_BYTES
 from ops.cpu.job import args_record, clear, kernel_njit
-from ops.cpu.kv_layout import PAGE_TOKENS
+from ops.cpu.kv_layout import BLOCK_TOKENS, PAGE_TOKENS
 from ops.cpu.memory import array, load_i32, store_i32, store_i64
 from ops.cpu.rows import scale_row
 

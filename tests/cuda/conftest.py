@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import ptx
-from ops.kernel import PackedArguments
+from ops.gpu.kernel import PackedArguments
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver, initialized, open_driver
 from runtime.cuda.graph import Launch

@@ -131,7 +131,7 @@ def test_a_lost_device_is_one_error_and_closes_quietly(
 LOSE = """
 from pathlib import Path
 import numpy as np, ptx
-from ops.kernel import PackedArguments
+from ops.gpu.kernel import PackedArguments
 from runtime.cuda.device import Device
 from runtime.cuda.driver import open_driver
 from runtime.cuda.graph import Launch

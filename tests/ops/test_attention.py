@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ops.cpu import heads as heads_job
 from ops.cpu.attention import (
     ATTENTION,
-    BLOCK_TOKENS,
     ITEM,
     PARTIAL_HEAD,
     attention,
@@ -21,7 +20,7 @@ from ops.cpu.attention import (
     tile_tokens,
 )
 from ops.cpu.heads import HEADS, heads
-from ops.cpu.kv_layout import PAGE_TOKENS, PageLayout
+from ops.cpu.kv_layout import BLOCK_TOKENS, PAGE_TOKENS, PageLayout
 from ops.cpu.program import aligned
 from tests.support.jobs import job_args, run_job
 
@@ -103,7 +102,7 @@ class Cache:
             ATTENTION, items=work, q=queries, q_stride=queries.strides[0], out=out,
             out_stride=out.strides[0], sequences=sequences, page_tables=self.table,
             table_stride=self.table.strides[0], partials=partials, partial_bytes=partial_bytes,
-            workspaces=workspaces, **self.fields(),
+            workspaces=workspaces, value_scale=1, **self.fields(),
         )  # fmt: skip
         run_job(attention, args, len(items) * self.n_head_kv)
         if n_partials:

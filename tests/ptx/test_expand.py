@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import ptx
-from ops.kernel import Kernel
+from ops.gpu.catalog import every_kernel
+from ops.gpu.kernel import Kernel
 from ptx import Entry, Param, PtxSourceError, entries, expand, text_hash
-from tests.support.every_kernel import KERNELS
+
+KERNELS = dict(every_kernel())
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def test_cpp_gives_the_same_tokens(source: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cpp") is None, reason="no cpp on this machine")
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.entry)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_cpp_reads_our_kernels_as_we_do(kernel: Kernel) -> None:
     defines = {"ENTRY": kernel.entry, **kernel.defines}
     theirs = preprocessed(ptx.ROOT / kernel.source, ptx.ROOT, defines)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ops.expert import GPU_FORMATS, TEAMS, RowLaunch, expert_down, expert_gate_up
-from ops.kernel import Kernel
-from ops.quantize import quantize
-from ops.quants import FORMATS
+from ops.gpu.catalog import every_kernel
+from runtime.cuda.device import Device
+from runtime.cuda.driver import open_driver
+from runtime.errors import EngineError
+from tests.support.cases import every_case
+from tests.support.machines import DeviceMachine
 
 FOLDER = Path(__file__).parent
 
@@ -24,33 +28,73 @@ def rows() -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def kernels() -> Iterator[tuple[str, Kernel]]:
-    """Every kernel that is used, with a name that tells its variants apart."""
-    yield "quantize_q8_256", quantize("q8_256")
-    yield "quantize_q8_32", quantize("q8_32")
-    for name in GPU_FORMATS:
-        for team in TEAMS:
-            for overlapped in (False, True):
-                launch = RowLaunch(team, overlapped=overlapped)
-                variant = f"team {team}{', overlapped' if overlapped else ''}"
-                for make in (expert_gate_up, expert_down):
-                    kernel = make(FORMATS[name], launch)
-                    yield f"{kernel.entry} ({variant})", kernel
-
-
 def missing() -> list[str]:
-    """The kernels whose present text has no row with equal bits."""
-    seen = {row["text_hash"] for row in rows() if row.get("bits_equal")}
-    return [name for name, kernel in kernels() if kernel.text_hash not in seen]
+    """The kernels that have no passing row."""
+    seen = {row["proof_hash"] for row in rows() if row["passed"]}
+    return [name for name, kernel in every_kernel() if kernel.proof_hash not in seen]
+
+
+def record(folder: Path, only: str) -> list[str]:
+    """Run the cases of kernels whose name contains `only` on the first GPU; what failed.
+
+    Rows of other kernels in the file stay, if their kernels are still what they were.
+    """
+    names = {kernel.proof_hash: name for name, kernel in every_kernel()}
+    failed = []
+    with Device(open_driver()) as device:
+        machine = DeviceMachine(device)
+        path = folder / f"{re.sub(r'[^a-z0-9]+', '-', device.info.name.lower())}.jsonl"
+        facts = {
+            "device": device.info.name,
+            "driver": device.driver.version,
+            "date": datetime.date.today().isoformat(),
+        }
+        new: list[dict[str, Any]] = []
+        for case in every_case():
+            proof = case.kernel.proof_hash
+            if proof not in names or only not in names[proof]:
+                continue
+            row = {"kernel": names[proof], "case": case.name}
+            try:
+                outcome = case.run(machine)
+            except EngineError as error:
+                failed.append(f"{names[proof]}, {case.name}: {error}")
+                break
+            finally:
+                machine.clear()
+            row |= {"passed": outcome.passed, "compared": outcome.result.size}
+            row |= {"max_error": outcome.max_error, "proof_hash": proof, **facts}
+            new.append(row)
+            if not outcome.passed:
+                failed.append(f"{names[proof]}, {case.name}: off by {outcome.max_error}")
+    replaced = {(row["kernel"], row["case"]) for row in new}
+    kept = [
+        row
+        for row in rows()
+        if row["device"] == facts["device"]
+        and row["proof_hash"] in names
+        and (row["kernel"], row["case"]) not in replaced
+    ]
+    lines = [json.dumps(row) + "\n" for row in kept + new]
+    path.write_text("".join(lines), encoding="utf-8")
+    sys.stdout.write(f"{len(new)} cases run, {len(failed)} failed\n")
+    return failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.results", description=__doc__)
-    parser.add_argument("--missing", action="store_true", help="list kernels no GPU has run")
-    parser.parse_args()
-    names = missing()
-    sys.stdout.writelines(f"not yet seen on a GPU: {name}\n" for name in names)
-    return 1 if names else 0
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--missing", action="store_true", help="list kernels no GPU has run")
+    action.add_argument("--record", action="store_true", help="run all cases on the first GPU")
+    parser.add_argument("--only", default="", help="with --record: kernels whose name has this")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="with --record: where to write")
+    options = parser.parse_args()
+    if options.missing:
+        lines = [f"not yet seen on a GPU: {name}\n" for name in missing()]
+    else:
+        lines = [f"failed: {line}\n" for line in record(options.folder, options.only)]
+    sys.stdout.writelines(lines)
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ an address of 0 says that the expert is not on this device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ops.arithmetic import activation_layout, dot_rows, quantize_rows, silu_mul
-from ops.kernel import (
+from ops.gpu.kernel import (
     CHUNK_ELEMS,
     Kernel,
     activation_defines,
@@ -17,7 +18,7 @@ from ops.kernel import (
     launch_defines,
     table_copies_bytes,
 )
-from ops.quants import BlockFormat
+from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32, U8
 
 GPU_FORMATS = (
@@ -149,6 +150,18 @@ def expert_down(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
         block=launch.block,
         reference=down_reference,
     )
+
+
+def variants() -> Iterator[tuple[str, Kernel]]:
+    """Every format and team, alone and overlapped."""
+    for name in GPU_FORMATS:
+        for team in TEAMS:
+            for overlapped in (False, True):
+                launch = RowLaunch(team, overlapped=overlapped)
+                variant = f"team {team}{', overlapped' if overlapped else ''}"
+                for make in (expert_gate_up, expert_down):
+                    kernel = make(FORMATS[name], launch)
+                    yield f"{kernel.entry} ({variant})", kernel
 
 
 def _check(fmt: BlockFormat) -> None:

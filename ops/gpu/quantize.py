@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ops.arithmetic import quantize_rows
-from ops.kernel import Kernel, activation_defines
+from ops.gpu.kernel import Kernel, activation_defines
 from ops.quants.block import ActivationKind
 
 PARAMS = (
@@ -14,6 +16,7 @@ PARAMS = (
     ("sums_offset", "u32"),
     ("record_bytes", "u32"),
 )
+KINDS: tuple[ActivationKind, ...] = ("q8_256", "q8_32")
 BLOCK = 128
 BLOCK_VALUES = 8 * BLOCK
 """Values of a row that a block takes."""
@@ -29,3 +32,10 @@ def quantize(kind: ActivationKind) -> Kernel:
         block=BLOCK,
         reference=quantize_rows,
     )
+
+
+def variants() -> Iterator[tuple[str, Kernel]]:
+    """Both kinds."""
+    for kind in KINDS:
+        kernel = quantize(kind)
+        yield kernel.entry, kernel

@@ -5,6 +5,8 @@ Nothing here knows a driver: a device packs the arguments once, keeps them, and 
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,11 +54,18 @@ class Kernel:
 
     @property
     def text_hash(self) -> str:
-        """What the results of a run belong to."""
+        """Of the text alone: what its assembled code is kept under."""
         return ptx.text_hash(self.text)
 
-    def pack(self, **arguments: int) -> PackedArguments:
-        """Arguments ready for a launch, by name.
+    @cached_property
+    def proof_hash(self) -> str:
+        """What the results of a run belong to: the text, its launch and what it has to equal."""
+        counterpart = inspect.getsource(self.reference)
+        whole = f"{self.text_hash} {self.block} {counterpart}"
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    def pack(self, **arguments: float) -> PackedArguments:
+        """Arguments ready for a launch, by name; those of f32 parameters are rounded to it.
 
         Raises:
             TypeError: a name is missing or unknown.
@@ -64,7 +73,8 @@ class Kernel:
         names = [name for name, _ in self.params]
         if set(names) != set(arguments):
             raise TypeError(f"{self.entry} takes {', '.join(names)}; got {', '.join(arguments)}")
-        return PackedArguments(np.array([arguments[name] for name in names], np.uint64))
+        values = [_bits(arguments[name], type_) for name, type_ in self.params]
+        return PackedArguments(np.array(values, np.uint64))
 
 
 class PackedArguments:
@@ -81,6 +91,11 @@ class PackedArguments:
     @property
     def address(self) -> int:
         return self._pointers.ctypes.data
+
+
+def _bits(value: float, type_: str) -> int:
+    """The value as its parameter's bytes hold it."""
+    return int(np.float32(value).view(np.uint32)) if type_ == "f32" else int(value)
 
 
 def launch_defines(block: int, min_blocks: int, overlapped: bool) -> dict[str, str | int]:

@@ -1,0 +1,23 @@
+"""Every kernel that ships, in each of its formats and variants: what has to be tested.
+
+A file of kernels has a `variants` function that yields (name, kernel), the name telling apart what
+an entry's name does not; a new file is one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ops.gpu import expert, quantize
+from ops.gpu.kernel import Kernel
+
+SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
+    quantize.variants,
+    expert.variants,
+)
+
+
+def every_kernel() -> Iterator[tuple[str, Kernel]]:
+    """(name, kernel) of all of them; the names differ."""
+    for variants in SOURCES:
+        yield from variants()
