@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config import environment, environment_names
 from runtime.errors import ConfigError
-from server.flag_table import CACHE_VARIABLES, FLAGS, NO_EXPERT_CACHE
+from server.flag_table import CACHE_VARIABLES, FLAGS, NO_TUNING
 from server.flags import Given, completion_script, help_text, parse_flags
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def inform(given: Mapping[str, Given], program: str = PROGRAM) -> bool:
         print(BUILD_INFO)
     elif "list_devices" in asked:
         print("Available devices:\n  CPU")
+        for line in gpu_lines():
+            print(f"  {line}")
     elif "cache_list" in asked:
         from server.download import cached_files
 
@@ -54,6 +56,17 @@ def inform(given: Mapping[str, Given], program: str = PROGRAM) -> bool:
     elif "completion_bash" in asked:
         print(completion_script(FLAGS), end="")
     return bool(asked)
+
+
+def gpu_lines() -> list[str]:
+    """The machine's GPUs, or why there is none, for --list-devices."""
+    from runtime.cuda.driver import device_names
+    from runtime.errors import DeviceUnavailable
+
+    try:
+        return [f"CUDA{index}: {name}" for index, name in enumerate(device_names())]
+    except DeviceUnavailable as error:
+        return [f"no GPU: {error}"]
 
 
 def serve(given: Mapping[str, Given]) -> int:
@@ -125,6 +138,7 @@ def explain(
     for label, key, value in (
         ("context", "ctx_size", config.n_ctx or "automatic (the model's, at most 8192 a sequence)"),
         ("parallel answers", "parallel", config.n_parallel or "4, sharing one context"),
+        ("device", "device", config.device),
         ("threads", "threads", config.n_threads or "automatic (one per physical core)"),
         ("prompt chunk", "ubatch_size", config.n_batch),
         ("KV types", "cache_type_k", f"{config.cache_type_k}, {config.cache_type_v}"),
@@ -138,7 +152,7 @@ def explain(
             lines.append(f"note: {item.source} has no effect: {item.flag.no_effect}")
     for name in CACHE_VARIABLES:
         if environment(name) is not None:
-            lines.append(f"note: {name} has no effect: {NO_EXPERT_CACHE}")
+            lines.append(f"note: {name} has no effect: {NO_TUNING}")
     known = {flag.env for flag in FLAGS}
     for name in environment_names("LLAMA_ARG_"):
         if name not in known:

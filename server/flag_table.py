@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from server.flags import Flag
 
-NO_GPU = "this build computes on the CPU only"
-NO_EXPERT_CACHE = "the expert cache needs a GPU executor, which this build does not have"
+NO_CHOICE = "placement is automatic: dense parts on the GPU, experts as --moe-expert-cache says"
+ONE_GPU = "one GPU computes, the first that CUDA_VISIBLE_DEVICES shows"
+NO_TUNING = "the expert cache of this build tunes itself"
 NO_SPECULATION = "this build has no speculative decoding"
 PAGED = "KV memory is always one paged pool shared by all sequences"
-NO_REASONING = "reasoning text is not separated from the answer yet"
+NO_BUDGET = "reasoning is not cut short"
 NO_GRAMMAR = "grammars and JSON schemas are not implemented; an answer would not follow them"
 
 MODEL = (
@@ -112,28 +113,29 @@ PLACEMENT = (
          help="CPU workers; default: one per physical core"),
     Flag(names=("-tb", "--threads-batch"), kind=int, env="LLAMA_ARG_THREADS_BATCH", group="Placement",
          help="CPU workers for prompts", no_effect="prompts use the workers of -t"),
-    Flag(names=("--device-kind",), kind=str, choices=("auto", "cpu", "fake"), group="Placement",
-         help="where to compute; 'fake' pretends (for tests)"),
-    Flag(names=("-dev", "--device"), kind=str, value="LIST", env="LLAMA_ARG_DEVICE", group="Placement",
-         help="GPUs to use", no_effect=NO_GPU),
+    Flag(names=("-dev", "--device", "--device-kind"), kind=str, value="NAME", env="LLAMA_ARG_DEVICE",
+         choices=("auto", "cpu", "cuda", "fake", "none", "CUDA0"), group="Placement",
+         help="where to compute: auto (default), cpu (or none), cuda (or CUDA0), fake (pretends, for tests)"),
+    Flag(names=("--vram-limit",), kind=float, value="GiB", env="LLAMA_ARG_VRAM_LIMIT", group="Placement",
+         help="use no more of the GPU's memory than this, as if the card were smaller"),
     Flag(names=("-ngl", "--gpu-layers", "--n-gpu-layers"), kind=str, value="N|auto|all",
-         env="LLAMA_ARG_N_GPU_LAYERS", group="Placement", help="layers on the GPU", no_effect=NO_GPU),
+         env="LLAMA_ARG_N_GPU_LAYERS", group="Placement", help="layers on the GPU", no_effect=NO_CHOICE),
     Flag(names=("-cmoe", "--cpu-moe"), kind=bool, env="LLAMA_ARG_CPU_MOE", group="Placement",
-         help="experts on the CPU", no_effect=NO_GPU),
+         help="experts on the CPU", no_effect="use --moe-expert-cache 0"),
     Flag(names=("-ncmoe", "--n-cpu-moe"), kind=int, env="LLAMA_ARG_N_CPU_MOE", group="Placement",
-         help="experts of the first N layers on the CPU", no_effect=NO_GPU),
+         help="experts of the first N layers on the CPU", no_effect=NO_CHOICE),
     Flag(names=("-ot", "--override-tensor"), kind=str, value="PATTERN=BUFFER", many=True,
-         env="LLAMA_ARG_OVERRIDE_TENSOR", group="Placement", help="place tensors", no_effect=NO_GPU),
+         env="LLAMA_ARG_OVERRIDE_TENSOR", group="Placement", help="place tensors", no_effect=NO_CHOICE),
     Flag(names=("-ts", "--tensor-split"), kind=str, value="N0,N1,...", env="LLAMA_ARG_TENSOR_SPLIT",
-         group="Placement", help="share of each GPU", no_effect=NO_GPU),
+         group="Placement", help="share of each GPU", no_effect=ONE_GPU),
     Flag(names=("-mg", "--main-gpu"), kind=int, env="LLAMA_ARG_MAIN_GPU", group="Placement",
-         help="first GPU", no_effect=NO_GPU),
+         help="first GPU", no_effect=ONE_GPU),
     Flag(names=("-sm", "--split-mode"), kind=str, value="MODE", env="LLAMA_ARG_SPLIT_MODE",
-         group="Placement", help="how GPUs share a model", no_effect=NO_GPU),
+         group="Placement", help="how GPUs share a model", no_effect=ONE_GPU),
     Flag(names=("-fit", "--fit"), kind=str, choices=("on", "off"), env="LLAMA_ARG_FIT",
-         group="Placement", help="fit settings to the memory", no_effect=NO_GPU),
+         group="Placement", help="fit settings to the memory", no_effect=NO_CHOICE),
     Flag(names=("-fitt", "--fit-target"), kind=str, value="MiB", env="LLAMA_ARG_FIT_TARGET",
-         group="Placement", help="VRAM to leave free", no_effect=NO_GPU),
+         group="Placement", help="VRAM to leave free", no_effect=NO_CHOICE),
     Flag(names=("--repack",), off=("-nr", "--no-repack"), kind=bool, env="LLAMA_ARG_REPACK",
          group="Placement", help="repack weights", no_effect="weights are used as they lie in the file"),
     Flag(names=("--mmap",), off=("--no-mmap",), kind=bool, env="LLAMA_ARG_MMAP", group="Placement",
@@ -150,11 +152,11 @@ PLACEMENT = (
     Flag(names=("-lm", "--load-mode"), kind=str, value="MODE", env="LLAMA_ARG_LOAD_MODE",
          group="Placement", help="pin, mmap, ...", no_effect="the file is always mapped"),
     Flag(names=("--moe-expert-cache",), kind=int, env="LLAMA_ARG_MOE_EXPERT_CACHE", group="Placement",
-         help="VRAM slots for experts; -1: all free VRAM", no_effect=NO_EXPERT_CACHE),
+         help="experts of a layer that the GPU holds; -1: as many as fit (default), 0: none"),
     Flag(names=("--moe-cache-window",), kind=int, env="LLAMA_ARG_MOE_CACHE_WINDOW", group="Placement",
-         help="tokens of usage history", no_effect=NO_EXPERT_CACHE),
+         help="tokens of usage history", no_effect=NO_TUNING),
     Flag(names=("--prefetch-experts-slots",), kind=int, env="LLAMA_ARG_PREFETCH_EXPERTS_SLOTS",
-         group="Placement", help="slots for prefetching", no_effect=NO_EXPERT_CACHE),
+         group="Placement", help="slots for prefetching", no_effect=NO_TUNING),
 )  # fmt: skip
 
 SPECULATION = (
@@ -230,11 +232,11 @@ CHAT = (
          env="LLAMA_CHAT_TEMPLATE_KWARGS", help="variables for the template, a JSON object"),
     Flag(names=("--reasoning-format",), kind=str, group="Chat", value="FORMAT", env="LLAMA_ARG_THINK",
          choices=("none", "auto", "deepseek", "deepseek-legacy"),
-         help="where reasoning text goes", no_effect=NO_REASONING),
+         help="'none' leaves reasoning in the content, all others put it into reasoning_content"),
     Flag(names=("-rea", "--reasoning"), kind=str, choices=("on", "off", "auto"), group="Chat",
          env="LLAMA_ARG_REASONING", help="'on' or 'off' sets enable_thinking for the template"),
     Flag(names=("--reasoning-budget",), kind=int, env="LLAMA_ARG_THINK_BUDGET", group="Chat",
-         help="tokens of reasoning", no_effect=NO_REASONING),
+         help="tokens of reasoning", no_effect=NO_BUDGET),
     Flag(names=("--prefill-assistant",), off=("--no-prefill-assistant",), kind=bool, group="Chat",
          env="LLAMA_ARG_PREFILL_ASSISTANT",
          help="continue a trailing assistant message (default: yes)"),

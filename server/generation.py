@@ -177,6 +177,7 @@ async def _read(
             wishes.params,
             n=wishes.n,
             reuse_prefix=wishes.reuse_prefix,
+            special=wishes.special,
             on_progress=progress if wishes.return_progress else None,
         )
         async with aclosing(tokens):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from runtime import Token
+from server.answer_parts import AnswerParts, Json, MakeParser, PlainParser, finished
 from server.build import BUILD_INFO
 from server.generation import Answer, Event, PromptState
 from server.requests import Wishes
@@ -20,7 +21,7 @@ from server.sampling import settings_echo
 
 LOWEST_FLOAT = -3.4028234663852886e38  # JSON has no -inf
 
-Json = dict[str, object]
+EMPTY: Json = {"content": ""}
 
 
 class Reply(Protocol):
@@ -42,27 +43,36 @@ class ChatReply:
     object_name = "chat.completion"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, model: str, wishes: Wishes) -> None:
+    def __init__(self, model: str, wishes: Wishes, make_parser: MakeParser = PlainParser) -> None:
+        """make_parser: a parser for each answer."""
         self._model = model
         self._wishes = wishes
+        self._make_parser = make_parser
+        self._parts: dict[int, AnswerParts] = {}
         self._id = self.id_prefix + secrets.token_hex(16)
         self._created = int(time.time())
 
     def pieces(self, event: Event) -> list[Json]:
         if isinstance(event, PromptState):
             # Clients read the first choice of every chunk.
-            choices = self._opening(event.index) or [self._choice(event.index, "", None, None)]
+            choices = self._opening(event.index) or [self._choice(event.index, EMPTY, None, None)]
             return [self._chunk(choices, prompt_progress=_progress(event))]
         token = event.last
         choices = self._opening(event.index) if event.n_items == 1 else []
-        if token.text or (self._wants_logprobs and token.id is not None):
-            logprobs = self._logprobs([token]) if self._wants_logprobs else None
-            choices.append(self._choice(event.index, token.text, None, logprobs))
+        parts = self._parts.setdefault(event.index, AnswerParts(self._make_parser()))
+        deltas = parts.push(token.text, is_last=token.finish_reason is not None)
+        logprobs = None
+        if self._wants_logprobs and token.id is not None:
+            logprobs, deltas = self._logprobs([token]), deltas or [EMPTY]
+        for delta in deltas:
+            choices.append(self._choice(event.index, delta, None, logprobs))
+            logprobs = None
         chunks = [self._chunk([choice]) for choice in choices]
         if self._wishes.timings_per_token and chunks and token.finish_reason is None:
             chunks[-1]["timings"] = event.timings.as_dict()
         if token.finish_reason is not None:
-            final = self._choice(event.index, None, token.finish_reason, None)
+            reason = parts.finish_reason(token.finish_reason)
+            final = self._choice(event.index, {}, reason, None)
             chunks.append(self._chunk([final], timings=event.timings.as_dict()))
         return chunks
 
@@ -92,20 +102,17 @@ class ChatReply:
         return [{"index": index, "delta": delta, "finish_reason": None}]
 
     def _choice(
-        self, index: int, text: str | None, finish_reason: str | None, logprobs: Json | None
+        self, index: int, delta: Json, finish_reason: str | None, logprobs: Json | None
     ) -> Json:
-        choice: Json = {
-            "index": index,
-            "delta": {} if text is None else {"content": text},
-            "finish_reason": finish_reason,
-        }
+        choice: Json = {"index": index, "delta": delta, "finish_reason": finish_reason}
         return choice if logprobs is None else choice | {"logprobs": logprobs}
 
     def _finished(self, answer: Answer) -> Json:
+        parts = finished(self._make_parser(), answer.text)
         choice: Json = {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text},
-            "finish_reason": answer.last.finish_reason,
+            "message": parts.message,
+            "finish_reason": parts.finish_reason(answer.last.finish_reason),
         }
         return (
             choice | {"logprobs": self._logprobs(answer.tokens)} if self._wants_logprobs else choice
@@ -140,18 +147,19 @@ class TextReply(ChatReply):
         return []
 
     def _choice(
-        self, index: int, text: str | None, finish_reason: str | None, logprobs: Json | None
+        self, index: int, delta: Json, finish_reason: str | None, logprobs: Json | None
     ) -> Json:
         return {
             "index": index,
-            "text": text or "",
+            "text": delta.get("content", ""),
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
 
     def _finished(self, answer: Answer) -> Json:
         logprobs = self._logprobs(answer.tokens) if self._wants_logprobs else None
-        return self._choice(answer.index, answer.text, answer.last.finish_reason, logprobs)
+        delta: Json = {"content": answer.text}
+        return self._choice(answer.index, delta, answer.last.finish_reason, logprobs)
 
     def _chunk(self, choices: list[Json], **more: object) -> Json:
         return self._envelope(self.object_name, choices, **more)

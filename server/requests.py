@@ -19,6 +19,7 @@ from server.messages import parse_messages, parse_tools
 from server.sampling import n_probs, sampling_params, with_probabilities
 
 MAX_PROMPTS = 256
+REASONING_FORMATS = ("none", "auto", "deepseek", "deepseek-legacy")
 NO_GRAMMAR = "grammars and JSON schemas are not implemented; the answer would not follow them"
 
 # A prompt as it was sent: a text, or a list of texts and token ids.
@@ -44,6 +45,7 @@ class Wishes:
 
     n               answers for each prompt
     include_usage   a stream ends with a chunk that holds the usage
+    special         the text shows control tokens
     reuse_prefix    KV of earlier prompts may be reused
     """
 
@@ -55,6 +57,7 @@ class Wishes:
     timings_per_token: bool = False
     return_progress: bool = False
     return_tokens: bool = False
+    special: bool = False
     response_fields: tuple[str, ...] = ()
     ping_interval: float | None = None
 
@@ -89,6 +92,7 @@ class ChatRequest:
     """`/v1/chat/completions`, and `/apply-template` which only renders it.
 
     continue_final_message   the answer continues the trailing assistant message
+    reasoning_format         where reasoning goes; None: as the server is set
     """
 
     messages: list[dict[str, object]]
@@ -97,6 +101,7 @@ class ChatRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, object] = field(default_factory=dict)
+    reasoning_format: str | None = None
 
     @classmethod
     def parse(
@@ -113,6 +118,7 @@ class ChatRequest:
             fields.flag("add_generation_prompt", True),
             _continues(fields, messages, prefill=prefill),
             _template_kwargs(fields),
+            fields.choice("reasoning_format", REASONING_FORMATS),
         )
 
 
@@ -248,7 +254,6 @@ def _template_kwargs(fields: Fields) -> dict[str, object]:
         kwargs["reasoning_effort"] = effort
         if effort == "none":
             kwargs["enable_thinking"] = False
-    fields.choice("reasoning_format", ("none", "auto", "deepseek", "deepseek-legacy"))
     fields.integer("thinking_budget_tokens", "reasoning_budget_tokens", low=-1, high=2**31)
     fields.flag("reasoning_control")
     return kwargs

@@ -34,6 +34,9 @@ SAMPLING_FIELDS = {
     "reverse_prompt": "stop", "predict": "max_tokens", "logit_bias": "logit_bias",
 }  # fmt: skip
 
+DEVICE_NAMES = {"none": "cpu", "CUDA0": "cuda"}
+"""llama.cpp's names of devices."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -65,6 +68,7 @@ class ServerSettings:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     prefill_assistant: bool = True
+    reasoning_format: str = "auto"
 
 
 def engine_config(given: Mapping[str, Given], model: str | Path | None) -> EngineConfig:
@@ -73,6 +77,7 @@ def engine_config(given: Mapping[str, Given], model: str | Path | None) -> Engin
     n_ctx = _value(given, "ctx_size", 0)
     chunk = _value(given, "ubatch_size", 512)
     threads = _value(given, "threads", -1)
+    device = _value(given, "device", "auto")
     return EngineConfig(
         model=model,
         n_ctx=n_ctx or None,
@@ -81,7 +86,9 @@ def engine_config(given: Mapping[str, Given], model: str | Path | None) -> Engin
         n_batch=min(chunk, _value(given, "batch_size", chunk)),
         cache_type_k=_value(given, "cache_type_k", "f16"),
         cache_type_v=_value(given, "cache_type_v", "f16"),
-        device=_value(given, "device_kind", "auto"),
+        device=DEVICE_NAMES.get(device, device),
+        vram_limit=_value(given, "vram_limit", None),
+        moe_expert_cache=_value(given, "moe_expert_cache", -1),
         prefix_cache=_value(given, "cache_prompt", True),
         name_bus_errors=True,
     )
@@ -115,6 +122,7 @@ def server_settings(given: Mapping[str, Given]) -> ServerSettings:
         chat_template=_chat_template(given),
         chat_template_kwargs=_template_kwargs(given),
         prefill_assistant=_value(given, "prefill_assistant", True),
+        reasoning_format=_value(given, "reasoning_format", "auto"),
     )
 
 

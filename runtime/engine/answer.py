@@ -39,7 +39,7 @@ class Vocabulary(Protocol):
 
     def is_end(self, token_id: int, /) -> bool: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, special: bool = False) -> Detokenizer: ...
 
 
 class Answer:
@@ -54,9 +54,12 @@ class Answer:
         *,
         n_ctx: int,
         index: int = 0,
+        special: bool = False,
         on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> None:
         """n_ctx: tokens the sequence may have at most; vocabulary None: ids only, no text.
+
+        special: control tokens are part of the text.
 
         has_begun says whether `begin` was called; params are the sampler's.
         """
@@ -68,7 +71,7 @@ class Answer:
         self.has_begun = False
         self.has_new_line = False
         self._vocabulary = vocabulary
-        self._detokenizer = vocabulary.detokenizer() if vocabulary else None
+        self._detokenizer = vocabulary.detokenizer(special) if vocabulary else None
         self._stops = StopStrings(self.params.stop)
         self._n_ctx = n_ctx
         self._on_progress = on_progress

@@ -135,6 +135,7 @@ class Engine:
         *,
         n: int = 1,
         reuse_prefix: bool = True,
+        special: bool = False,
         on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> AsyncGenerator[Token, None]:
         """The tokens of `n` answers, as they are made (`Token.index` says whose).
@@ -143,6 +144,7 @@ class Engine:
         generator (or cancelling the task that reads it) frees the sequences within one step.
         A text prompt gets the model's BOS and its special tokens are recognised; ids are taken as
         they are.  params None: the model's defaults.  n > 1: answer i uses seed + i.
+        special: the text shows control tokens.
 
         Raises: RequestError (ContextTooLong), ComputeError, EngineClosed, TokenizerUnavailable
             where the prompt, a stop string or a bias is text and the model has no tokenizer,
@@ -150,7 +152,9 @@ class Engine:
         """
         if type(n) is not int or n < 1:
             raise RequestError("n", f"{n!r}: use a whole number of at least 1")
-        return self._generate(prompt, params or self.default_params, n, reuse_prefix, on_progress)
+        return self._generate(
+            prompt, params or self.default_params, n, reuse_prefix, special, on_progress
+        )
 
     async def _generate(
         self,
@@ -158,6 +162,7 @@ class Engine:
         params: SamplingParams,
         n: int,
         reuse_prefix: bool,
+        special: bool,
         on_progress: Callable[[PromptProgress], None] | None,
     ) -> AsyncGenerator[Token, None]:
         self._check_usable()
@@ -186,6 +191,7 @@ class Engine:
                     channel,
                     n_ctx=self.shape.n_ctx_sequence,
                     index=index,
+                    special=special,
                     on_progress=on_progress,
                 )
             )

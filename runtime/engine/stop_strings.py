@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from runtime.text.overlap import overlap
+
 
 class StopStrings:
     """Text goes in piece by piece; what can no longer become part of a stop string comes out."""
@@ -22,7 +24,7 @@ class StopStrings:
             at, stop = min(found, key=lambda hit: hit[0])
             self._held = ""
             return text[:at], stop
-        n_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        n_held = max((overlap(text, stop) for stop in self._stops), default=0)
         cut = len(text) - n_held
         self._held = text[cut:]
         return text[:cut], ""
@@ -31,11 +33,3 @@ class StopStrings:
         """What was held back: the answer has ended without it becoming a stop string."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
-    for n in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
