@@ -8,12 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ops.gpu import expert, quantize
+from ops.gpu import (
+    activate,
+    attention,
+    embed,
+    expert,
+    gemm,
+    gemm_float,
+    heads,
+    latent_heads,
+    linear,
+    mailbox,
+    norm,
+    quantize,
+    router,
+    sampling,
+    step_io,
+)
 from ops.gpu.kernel import Kernel
 
 SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     quantize.variants,
     expert.variants,
+    linear.variants,
+    embed.variants,
+    mailbox.variants,
+    norm.variants,
+    activate.variants,
+    router.variants,
+    step_io.variants,
+    sampling.variants,
+    heads.variants,
+    latent_heads.variants,
+    attention.variants,
+    gemm.variants,
+    gemm_float.variants,
 )
 
 

@@ -7,114 +7,60 @@ an address of 0 says that the expert is not on this device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ops.arithmetic import activation_layout, dot_rows, quantize_rows, silu_mul
-from ops.gpu.kernel import (
-    CHUNK_ELEMS,
-    Kernel,
-    activation_defines,
-    format_defines,
-    launch_defines,
-    table_copies_bytes,
-)
+import numpy as np
+
+from ops.arithmetic import dot_rows, quantize_rows
+from ops.gpu.activate import ACTIVATIONS, SWIGLU, activated
+from ops.gpu.kernel import Kernel, activation_defines
+from ops.gpu.row_launch import BLOCK_FORMATS, TEAMS, RowLaunch
 from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32, U8
-
-GPU_FORMATS = (
-    "Q2_K",
-    "Q3_K",
-    "Q4_K",
-    "Q5_K",
-    "Q6_K",
-    "IQ3_XXS",
-    "IQ4_XS",
-    "IQ4_NL",
-    "Q4_0",
-    "Q8_0",
-)
-"""Formats with a `dot` fragment."""
 
 ADDRESSES = 4
 """u64 a slot in the table of addresses: gate, up, down and a spare."""
 
-TEAMS = (32, 16, 8)
-"""Lanes that may share two rows."""
+ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
+"""The kernel's number of an activation of `ops.gpu.activate`."""
 
 _RECORD = (("scales_offset", "u32"), ("sums_offset", "u32"), ("record_bytes", "u32"))
 
 
-@dataclass(frozen=True)
-class RowLaunch:
-    """How a kernel that multiplies pairs of rows is built and launched.
-
-    team        lanes that share two rows, one of `TEAMS`
-    block       threads of a block
-    min_blocks  blocks of a multiprocessor that have to fit in its registers
-    rounds      pairs of rows that a team multiplies in turn, the next one's weights under way
-    overlapped  starts while its predecessor runs; see `launch_defines`
-
-    The defaults were the best single choice on an H200; the best one differs by up to 15 % between
-    formats and shapes.
-    """
-
-    team: int
-    block: int = 256
-    min_blocks: int = 3
-    rounds: int = 2
-    overlapped: bool = False
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of rows that a block takes at once."""
-        return self.block // self.team
-
-    def defines(self, fmt: BlockFormat) -> dict[str, str | int]:
-        return format_defines(fmt, self.team) | launch_defines(
-            self.block, self.min_blocks, self.overlapped
-        )
-
-    def grid(self, n_pairs: int, n_slots: int) -> tuple[int, int]:
-        """Blocks for the pairs of rows of every slot."""
-        return -(-n_pairs // (self.pairs * self.rounds)), n_slots
-
-    def shared_bytes(self, fmt: BlockFormat, n: int) -> int:
-        """Dynamic shared memory for rows of n values."""
-        piece = -(-min(fmt.row_bytes(n), fmt.row_bytes(CHUNK_ELEMS)) // 16) * 16 + 16
-        record_bytes = activation_layout(fmt.activation, n)[2]
-        return record_bytes + table_copies_bytes(fmt) + self.pairs * 4 * piece
+def finish(y: F32, bias: F32 | None, scale: float) -> F32:
+    """scale * y + bias, each step rounded."""
+    y = y * np.float32(scale)
+    return y if bias is None else y + bias
 
 
-def best_team(fmt: BlockFormat, n: int) -> int:
-    """The team whose lanes idle least in rows of n values; the largest of several.
-
-    On an H200 this took 24 % off down of 768 values and 11 % off that of 1536 (Q4_K).
-    """
-    lanes_per_unit = 4 if fmt.unit_elems == 256 else 2
-    n_units = min(n, CHUNK_ELEMS) // fmt.unit_elems
-
-    def used(team: int) -> float:
-        at_once = team // lanes_per_unit
-        return n_units / (-(-n_units // at_once) * at_once)
-
-    return max(TEAMS, key=lambda team: (used(team), team))
-
-
-def gate_up_reference(fmt: BlockFormat, gate: U8, up: U8, records: U8) -> F32:
+def gate_up_reference(
+    fmt: BlockFormat,
+    gate: U8,
+    up: U8,
+    records: U8,
+    *,
+    activation: str = SWIGLU,
+    limit: float = 0.0,
+    biases: tuple[F32 | None, F32 | None] = (None, None),
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> F32:
     """Rows u8[n_rows, row_bytes] of two matrices x records -> h f32[n_tokens, n_rows]."""
-    return silu_mul(dot_rows(fmt, gate, records), dot_rows(fmt, up, records))
+    g = finish(dot_rows(fmt, gate, records), biases[0], scales[0])
+    u = finish(dot_rows(fmt, up, records), biases[1], scales[1])
+    return activated(activation, g, u, limit)
 
 
-def down_reference(fmt: BlockFormat, down: U8, h: F32) -> F32:
+def down_reference(
+    fmt: BlockFormat, down: U8, h: F32, *, bias: F32 | None = None, scale: float = 1.0
+) -> F32:
     """Rows u8[n_rows, row_bytes] x h f32[n_tokens, n] -> f32[n_tokens, n_rows]."""
-    return dot_rows(fmt, down, quantize_rows(fmt.activation, h))
+    return finish(dot_rows(fmt, down, quantize_rows(fmt.activation, h)), bias, scale)
 
 
 def expert_gate_up(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
     """Gate, up and their activation; grid `launch.grid(n_rows, ...)`.
 
     Raises:
-        LookupError: the format has no fragment yet.
+        LookupError: its weights are no blocks: no such experts are known.
     """
     _check(fmt)
     return Kernel(
@@ -122,8 +68,11 @@ def expert_gate_up(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
         source="expert_gate_up.ptx",
         defines=launch.defines(fmt),
         params=(
-            *((name, "u64") for name in ("records", "experts", "table", "h")),
-            *((name, "u32") for name in ("n", "n_rows", "n_used")),
+            *((name, "u64") for name in ("records", "experts", "table", "h", "choices")),
+            *((name, "u64") for name in ("gate_scales", "gate_biases")),
+            *((name, "u64") for name in ("up_scales", "up_biases")),
+            *((name, "u32") for name in ("n", "n_rows", "n_used", "activation")),
+            ("limit", "f32"),
             *_RECORD,
         ),
         block=launch.block,
@@ -135,7 +84,7 @@ def expert_down(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
     """Down, one output vector a slot; grid `launch.grid(ceil(n_rows / 2), ...)`.
 
     Raises:
-        LookupError: the format has no fragment yet.
+        LookupError: its weights are no blocks: no such experts are known.
     """
     _check(fmt)
     return Kernel(
@@ -144,6 +93,7 @@ def expert_down(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
         defines=launch.defines(fmt) | activation_defines(fmt.activation),
         params=(
             *((name, "u64") for name in ("h", "experts", "table", "y")),
+            *((name, "u64") for name in ("choices", "scales", "biases")),
             *((name, "u32") for name in ("n", "n_rows")),
             *_RECORD,
         ),
@@ -153,17 +103,24 @@ def expert_down(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
 
 
 def variants() -> Iterator[tuple[str, Kernel]]:
-    """Every format and team, alone and overlapped."""
-    for name in GPU_FORMATS:
-        for team in TEAMS:
-            for overlapped in (False, True):
-                launch = RowLaunch(team, overlapped=overlapped)
-                variant = f"team {team}{', overlapped' if overlapped else ''}"
-                for make in (expert_gate_up, expert_down):
-                    kernel = make(FORMATS[name], launch)
-                    yield f"{kernel.entry} ({variant})", kernel
+    """Every format and team, overlapped; one format alone as well."""
+    for launch, fmt in launches():
+        variant = f"team {launch.team}{', overlapped' if launch.overlapped else ''}"
+        variant += ", direct" if launch.direct else ""
+        for make in (expert_gate_up, expert_down):
+            kernel = make(fmt, launch)
+            yield f"{kernel.entry} ({variant})", kernel
+
+
+def launches() -> Iterator[tuple[RowLaunch, BlockFormat]]:
+    """Those of the kernels that ship."""
+    for team in TEAMS:
+        for name in BLOCK_FORMATS:
+            yield RowLaunch(team, overlapped=True), FORMATS[name]
+        yield RowLaunch(team), FORMATS["Q4_K"]
+        yield RowLaunch(team, overlapped=True, direct=True), FORMATS["Q4_K"]
 
 
 def _check(fmt: BlockFormat) -> None:
-    if fmt.name not in GPU_FORMATS:
-        raise LookupError(f"no GPU kernels for {fmt.name} yet; there are {', '.join(GPU_FORMATS)}")
+    if fmt.name not in BLOCK_FORMATS:
+        raise LookupError(f"no expert kernels for {fmt.name}; there are {', '.join(BLOCK_FORMATS)}")

@@ -26,6 +26,29 @@ CHUNK_ELEMS = 2048
 
 WARP = 32
 
+PIECE_BYTES = 16
+"""What an asynchronous copy moves; matrices begin at multiples of it."""
+
+OWN_DOT = frozenset(
+    ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS", "IQ4_NL", "Q4_0", "Q8_0", "NVFP4")
+)
+"""Formats whose row product has a fragment of its own; the others unpack, then multiply."""
+
+DIRECT = frozenset(("Q4_K",))
+"""Formats of 16-byte aligned blocks whose rows may go to registers without a stage."""
+
+HALVES = frozenset(("Q6_K",))
+"""Formats of 256-value units whose `dot` takes both halves of the same bytes."""
+
+LANE_TABLES = frozenset(("IQ3_XXS",))
+"""Formats whose row products keep a copy of the grid for each lane, in a bank of its own.
+
+Larger grids would leave room for too few blocks: they have one copy.
+"""
+
+SHARED_GRIDS = {"IQ1_M": "IQ1_S"}
+"""Formats that use the grid of another one."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -114,38 +137,110 @@ def launch_defines(block: int, min_blocks: int, overlapped: bool) -> dict[str, s
 
 def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
     """The macros that make a row product one of this format, two rows to `team` lanes."""
-    small = fmt.unit_elems < 256
     suffix = "_mins" if fmt.has_mins else ""
-    table_bytes = table_copies_bytes(fmt)
-    repeat = "none" if team == WARP else "units"
+    defines = {
+        **_product_defines(fmt, team),
+        **stage_defines(fmt, team),
+        "PRODUCTS": '"inc/row_pair.inc.ptx"',
+        "PASS": f'"inc/pass_{fmt.unit_elems}{suffix}.inc.ptx"',
+    }
+    if fmt.unit_elems == ACTIVATION_GROUP["q8_256"]:
+        defines["LOAD_X"] = f'"inc/load_x_{"halves" if fmt.name in HALVES else "256"}.inc.ptx"'
+        defines["REPEAT"] = f'"inc/repeat_{"none" if team == WARP else "units"}.inc.ptx"'
+    else:
+        defines["UNITS_LOG"] = fmt.units_per_block.bit_length() - 1
+    if fmt.name in OWN_DOT:
+        return defines | {"DOT": f'"inc/dot_{fmt.name.lower()}.inc.ptx"'}
+    groups = "groups" if fmt.unit_elems == ACTIVATION_GROUP["q8_256"] else "group"
+    return defines | {"DOT": f'"inc/dot_{groups}{suffix}.inc.ptx"', "UNPACK": unpack_fragment(fmt)}
+
+
+def direct_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
+    """The same for a product that loads weights to registers.
+
+    Raises:
+        LookupError: the format is not one of `DIRECT`.
+    """
+    if fmt.name not in DIRECT:
+        raise LookupError(
+            f"{fmt.name} needs a stage; only {', '.join(sorted(DIRECT))} goes without"
+        )
+    name = fmt.name.lower()
     return {
-        "BLOCK_ELEMS": fmt.block_elems,
+        **_product_defines(fmt, team),
+        "BLOCK_LOG": fmt.block_elems.bit_length() - 1,
         "BLOCK_BYTES": fmt.block_bytes,
-        "CHUNK_BYTES": fmt.row_bytes(CHUNK_ELEMS),
-        "TABLE_BYTES": table_bytes,
-        "DOT": f'"inc/dot_{fmt.name.lower()}.inc.ptx"',
-        "PASS": f'"inc/pass_{32 if small else 256}{suffix}.inc.ptx"',
+        "CHUNK_BYTES": 0,
         "TEAM": team,
+        "PRODUCTS": '"inc/row_direct.inc.ptx"',
+        "LOAD_X": '"inc/load_x_256.inc.ptx"',
+        "RAW": f'"inc/raw_{name}.inc.ptx"',
+        "MATH": f'"inc/math_{name}.inc.ptx"',
+    }
+
+
+def _product_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
+    return {
+        "TABLE_BYTES": table_copies_bytes(fmt),
+        "TEAM_LOG": team.bit_length() - 1,
         "ROTATE": f'"inc/rotate_{WARP // team}.inc.ptx"',
         "HALVE": f'"inc/halve_{n_partials(fmt)}_team_{team}.inc.ptx"',
-        "LOAD_TABLE": f'"inc/table_{"lanes" if table_bytes else "none"}.inc.ptx"',
-        **({} if small else {"REPEAT": f'"inc/repeat_{repeat}.inc.ptx"'}),
+        "LOAD_TABLE": f'"inc/table_{_table_kind(fmt)}.inc.ptx"',
     }
+
+
+def stage_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
+    """The macros that bring rows of this format to shared memory, one to `team` threads."""
+    aligned = fmt.block_bytes % PIECE_BYTES == 0
+    pieces = -(-(fmt.row_bytes(CHUNK_ELEMS) + (0 if aligned else PIECE_BYTES - 1)) // PIECE_BYTES)
+    steps = -(-pieces // team)
+    return {
+        "BLOCK_LOG": fmt.block_elems.bit_length() - 1,
+        "BLOCK_BYTES": fmt.block_bytes,
+        "CHUNK_BYTES": fmt.row_bytes(CHUNK_ELEMS),
+        "SLACK": 0 if aligned else PIECE_BYTES - 1,
+        "TEAM": team,
+        "STAGE_STEPS": f'"inc/stage_steps_{steps if steps <= 5 else "many"}.inc.ptx"',
+    }
+
+
+def float_defines(fmt: BlockFormat) -> dict[str, str | int]:
+    """The macros that make a product with weights that are numbers one of this format."""
+    bits = 8 * fmt.block_bytes
+    return {
+        "ELEM_BYTES": fmt.block_bytes,
+        "LOAD_16": f'"inc/load_16_steps_{bits}.inc.ptx"',
+        "MULTIPLY_16": f'"inc/multiply_16_steps_{bits}.inc.ptx"',
+        "WIDEN": f'"inc/widen_{fmt.name.lower()}.inc.ptx"',
+    }
+
+
+def unpack_fragment(fmt: BlockFormat) -> str:
+    """The fragment that makes codes and scales of 32 weights in shared memory."""
+    return f'"inc/unpack_{fmt.name.lower()}.inc.ptx"'
 
 
 def activation_defines(kind: str) -> dict[str, str | int]:
     """The macros that quantize to this kind of activation."""
     group = ACTIVATION_GROUP[kind]  # type: ignore[index]
-    return {"GROUP": group, "GROUP_AMAX": f'"inc/amax_{group}.inc.ptx"'}
+    return {"SCALE_GROUP": group, "GROUP_AMAX": f'"inc/amax_{group}.inc.ptx"'}
 
 
 def format_table(fmt: BlockFormat) -> U8:
-    """The format's grid as its kernels read it: an entry's magnitudes, one a byte; or empty."""
-    if fmt.name not in GRIDS:
+    """The format's grid as its kernels read it: an entry's values, int8; or empty."""
+    name = SHARED_GRIDS.get(fmt.name, fmt.name)
+    if name not in GRIDS:
         return np.zeros(0, np.uint8)
-    return grid(fmt.name).astype(np.int8).view(np.uint8).reshape(-1)
+    return grid(name).astype(np.int8).view(np.uint8).reshape(-1)
 
 
 def table_copies_bytes(fmt: BlockFormat) -> int:
-    """Shared memory for the grid: one copy a lane, each in its own bank."""
-    return WARP * format_table(fmt).nbytes
+    """Shared memory for the grid of a row product: see `LANE_TABLES`."""
+    copies = WARP if fmt.name in LANE_TABLES else 1
+    return copies * format_table(fmt).nbytes
+
+
+def _table_kind(fmt: BlockFormat) -> str:
+    if fmt.name in LANE_TABLES:
+        return "lanes"
+    return "plain" if format_table(fmt).nbytes else "none"

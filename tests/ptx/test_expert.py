@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ops.gpu.expert import RowLaunch, best_team, expert_down, expert_gate_up
+from ops.gpu.expert import expert_down, expert_gate_up
+from ops.gpu.linear import Segment, linear, segments
+from ops.gpu.row_launch import RowLaunch, best_team
 from ops.quants import FORMATS
 
 
@@ -14,7 +16,14 @@ def test_overlapped_kernels_wait_before_they_read() -> None:
     assert text.index("griddepcontrol.wait") < text.index("ld.global")
     text = expert_down(fmt, launch).text
     first_read_of_h = text.index("ld.global.v4.b32")
-    assert text.index("cp.async.cg") < text.index("griddepcontrol.wait") < first_read_of_h
+    assert text.index("cp.async.cg") < text.rindex("griddepcontrol.wait") < first_read_of_h
+
+
+def test_blocks_without_an_expert_wait_too_before_they_leave() -> None:
+    fmt, launch = FORMATS["Q4_K"], RowLaunch(16, overlapped=True)
+    for make in (expert_gate_up, expert_down):
+        text = make(fmt, launch).text
+        assert text.index("griddepcontrol.wait") < text.index("ret;")
 
 
 def test_team_leaves_the_fewest_lanes_idle() -> None:
@@ -23,9 +32,25 @@ def test_team_leaves_the_fewest_lanes_idle() -> None:
     assert [best_team(FORMATS["Q8_0"], n) for n in widths] == [16, 32, 32, 32]
 
 
-def test_formats_without_a_fragment_are_refused() -> None:
-    with pytest.raises(LookupError, match="no GPU kernels for Q5_1 yet; there are Q2_K"):
-        expert_down(FORMATS["Q5_1"], RowLaunch(32))
+def test_other_formats_are_refused() -> None:
+    with pytest.raises(LookupError, match="no expert kernels for F16; there are Q4_0"):
+        expert_down(FORMATS["F16"], RowLaunch(32))
+    with pytest.raises(LookupError, match="no GPU kernels for F64; there are Q4_0"):
+        linear(FORMATS["F64"], RowLaunch(32))
+    with pytest.raises(LookupError, match="Q6_K needs a stage; only Q4_K goes without"):
+        linear(FORMATS["Q6_K"], RowLaunch(32, direct=True))
+
+
+def test_float_rows_have_one_round() -> None:
+    with pytest.raises(ValueError, match="one pair of F16 rows, not 2"):
+        linear(FORMATS["F16"], RowLaunch(32))
+
+
+def test_every_matrix_has_blocks_of_its_own() -> None:
+    launch = RowLaunch(16, block=64, rounds=2)
+    table, n_blocks = segments(launch, [Segment(1, 17), Segment(2, 16), Segment(3, 1)])
+    assert table["first_block"].tolist() == [0, 2, 3]
+    assert n_blocks == 4
 
 
 def test_packed_arguments_keep_their_order() -> None:

@@ -22,10 +22,24 @@ for case in every_case():
 
 N_FAULTS = 6
 FAULT_SEEDS = {
+    "mailbox": 1,
     "quantize_q8_256": 1,
     "quantize_q8_32": 1,
     "expert_gate_up_q4_k (team 16)": 2,
-    "expert_down_iq3_xxs (team 16)": 3,
+    "linear_iq2_s (team 8)": 1,
+    "linear_f16 (team 32)": 1,
+    "embed_q5_1": 1,
+    "expert_down_iq3_xxs (team 16, overlapped)": 3,
+    "norm (256 threads)": 1,
+    "gemm_q4_k (32 rows, 8 slots)": 1,
+    "gemm_mxfp4 (16 rows, 8 slots)": 1,
+    "gemm_bf16": 1,
+    "route": 1,
+    "sample": 1,
+    "heads": 2,
+    "attention (64 64)": 1,
+    "attention_join": 1,
+    "attention_prompt (64 64)": 1,
 }
 """Kernels whose text is changed in `N_FAULTS` places, one at a time."""
 

@@ -7,12 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.support.cases import expert, quantize
+from tests.support.cases import (
+    activate,
+    attention,
+    embed,
+    expert,
+    gemm,
+    heads,
+    latent_heads,
+    linear,
+    mailbox,
+    norm,
+    quantize,
+    router,
+    sample,
+    sampling,
+    step_io,
+)
 from tests.support.cases.case import Case
 
 SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (
     quantize.cases,
     expert.cases,
+    linear.cases,
+    embed.cases,
+    mailbox.cases,
+    norm.cases,
+    activate.cases,
+    router.cases,
+    step_io.cases,
+    sampling.cases,
+    sample.cases,
+    heads.cases,
+    latent_heads.cases,
+    attention.cases,
+    gemm.cases,
 )
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout, quantize_rows
+from ops.gpu.activate import SWIGLU, SWIGLU_CLAMPED, SWIGLU_OAI
 from ops.gpu.expert import (
+    ACTIVATION_NUMBERS,
     ADDRESSES,
-    GPU_FORMATS,
-    TEAMS,
-    RowLaunch,
-    best_team,
     down_reference,
     expert_down,
     expert_gate_up,
     gate_up_reference,
+    launches,
 )
 from ops.gpu.kernel import format_table
+from ops.gpu.row_launch import BLOCK_FORMATS, RowLaunch, best_launch
 from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32
 from tests.support.blocks import random_rows
@@ -30,13 +31,50 @@ from tests.support.machines import Machine
 UNTOUCHED = np.float32(7.5)
 """What lies in a result before the launch; slot 1 has no expert and keeps it."""
 
-SMALL = [(2560, 7), (768, 131)]
-"""(n, n_rows): more than a chunk with a rest, less than a chunk; both with rows left over."""
+CHOICES = (2, 0, 1, 3)
+"""Numbers of the slots' experts, of `N_EXPERTS`; where the matrices lie has its own order."""
+N_EXPERTS = 4
 
-LARGE = [(2048, 768), (768, 2048), (4096, 1536), (1536, 4096), (5120, 17408)]
+
+@dataclass(frozen=True)
+class Experts:
+    """n values a row, n_rows rows; the activation; with biases and scales of the experts."""
+
+    n: int
+    n_rows: int
+    activation: str = SWIGLU
+    finished: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.n_rows}x{self.n}"
+        if self.activation != SWIGLU:
+            name += f", {self.activation}"
+        return name + (", biases and scales" if self.finished else "")
+
+
+ODD_BLOCKS = 2592
+"""Values of a row of an odd number of small blocks, so that rows begin anywhere."""
+
+CLAMPED = Experts(512, 9, SWIGLU_CLAMPED)
+
+LARGE = [
+    Experts(2048, 768),
+    Experts(768, 2048),
+    Experts(4096, 1536),
+    Experts(1536, 4096),
+    Experts(5120, 17408),
+]
+
+LIMIT = 7.0
 
 SLOTS = ((0, 0), (2, 1), (3, 2))
-"""(slot, expert); slot s belongs to token s // 2."""
+"""(slot, place of the expert's matrices); slot s belongs to token s // 2."""
+
+
+def small(fmt: BlockFormat) -> list[Experts]:
+    """More than a chunk with a rest, fewer rows than teams; less than a chunk, rows left over."""
+    n = 2560 if ODD_BLOCKS % fmt.block_elems else ODD_BLOCKS
+    return [Experts(n, 10), Experts(768, 131, SWIGLU_OAI, finished=True)]
 
 
 def activations(n_rows: int, n: int, seed: int) -> F32:
@@ -64,67 +102,94 @@ def place_table(machine: Machine, fmt: BlockFormat) -> int:
     return machine.place(table, writable=False) if table.nbytes else 0
 
 
-def run_gate_up(fmt: BlockFormat, launch: RowLaunch, n: int, n_rows: int, m: Machine) -> Outcome:
+def run_gate_up(fmt: BlockFormat, launch: RowLaunch, shape: Experts, m: Machine) -> Outcome:
     """h f32[4, n_rows]."""
+    n, n_rows = shape.n, shape.n_rows
     matrices = [random_rows(fmt, n_rows, n, seed) for seed in range(6)]
     records = quantize_rows(fmt.activation, activations(2, n, seed=9))
     addresses = [place_matrix(m, matrix) for matrix in matrices]
     experts = _slots(np.array([addresses[0::2], addresses[1::2], [0, 0, 0]]).T)
+    scales, biases = _finish(shape, 2)
     expected = np.full((4, n_rows), UNTOUCHED)
-    for slot, expert in SLOTS:
-        gate, up = matrices[2 * expert : 2 * expert + 2]
-        token = slot // 2
-        expected[slot] = gate_up_reference(fmt, gate, up, records[token : token + 1])[0]
+    for slot, place in SLOTS:
+        token, expert = slot // 2, CHOICES[slot]
+        finished = {"biases": biases[:, expert], "scales": scales[:, expert]}
+        expected[slot] = gate_up_reference(
+            fmt,
+            *matrices[2 * place : 2 * place + 2],
+            records[token : token + 1],
+            activation=shape.activation,
+            limit=LIMIT,
+            **(finished if shape.finished else {}),
+        )[0]
     h = m.place(np.full((4, n_rows), UNTOUCHED))
-    scales_offset, sums_offset, record_bytes = activation_layout(fmt.activation, n)
     m.launch(
         expert_gate_up(fmt, launch),
         launch.grid(n_rows, 4),
         {
             "records": m.place(records, writable=False),
-            "experts": m.place(experts, writable=False),
-            "table": place_table(m, fmt),
             "h": h,
-            "n": n,
-            "n_rows": n_rows,
+            "gate_scales": _optional(m, shape, scales[0]),
+            "gate_biases": _optional(m, shape, biases[0]),
+            "up_scales": _optional(m, shape, scales[1]),
+            "up_biases": _optional(m, shape, biases[1]),
             "n_used": 2,
-            "scales_offset": scales_offset,
-            "sums_offset": sums_offset,
-            "record_bytes": record_bytes,
+            "activation": ACTIVATION_NUMBERS[shape.activation],
+            "limit": LIMIT,
+            **_common(fmt, shape, experts, m),
         },
         shared_bytes=launch.shared_bytes(fmt, n),
     )
     return Outcome(m.read(h, np.float32, (4, n_rows)), expected)
 
 
-def run_down(fmt: BlockFormat, launch: RowLaunch, n: int, n_rows: int, m: Machine) -> Outcome:
+def run_down(fmt: BlockFormat, launch: RowLaunch, shape: Experts, m: Machine) -> Outcome:
     """y f32[4, n_rows]."""
+    n, n_rows = shape.n, shape.n_rows
     matrices = [random_rows(fmt, n_rows, n, seed) for seed in range(3)]
     h = activations(4, n, seed=10)
     downs = [place_matrix(m, matrix) for matrix in matrices]
     experts = _slots(np.array([[16, 16, 16], [16, 16, 16], downs]).T)
+    (scales,), (biases,) = _finish(shape, 1)
     expected = np.full((4, n_rows), UNTOUCHED)
-    for slot, expert in SLOTS:
-        expected[slot] = down_reference(fmt, matrices[expert], h[slot : slot + 1])[0]
+    for slot, place in SLOTS:
+        expert = CHOICES[slot]
+        finished = {"bias": biases[expert], "scale": scales[expert]}
+        values = h[slot : slot + 1]
+        expected[slot] = down_reference(
+            fmt, matrices[place], values, **(finished if shape.finished else {})
+        )[0]
     y = m.place(np.full((4, n_rows), UNTOUCHED))
-    scales_offset, sums_offset, record_bytes = activation_layout(fmt.activation, n)
     m.launch(
         expert_down(fmt, launch),
         launch.grid(-(-n_rows // 2), 4),
         {
             "h": m.place(h, writable=False),
-            "experts": m.place(experts, writable=False),
-            "table": place_table(m, fmt),
             "y": y,
-            "n": n,
-            "n_rows": n_rows,
-            "scales_offset": scales_offset,
-            "sums_offset": sums_offset,
-            "record_bytes": record_bytes,
+            "scales": _optional(m, shape, scales),
+            "biases": _optional(m, shape, biases),
+            **_common(fmt, shape, experts, m),
         },
         shared_bytes=launch.shared_bytes(fmt, n),
     )
     return Outcome(m.read(y, np.float32, (4, n_rows)), expected)
+
+
+def _common(
+    fmt: BlockFormat, shape: Experts, experts: NDArray[np.uint64], m: Machine
+) -> dict[str, int]:
+    """What both kernels take."""
+    scales_offset, sums_offset, record_bytes = activation_layout(fmt.activation, shape.n)
+    return {
+        "experts": m.place(experts, writable=False),
+        "table": place_table(m, fmt),
+        "choices": _optional(m, shape, np.array(CHOICES, np.int32)),
+        "n": shape.n,
+        "n_rows": shape.n_rows,
+        "scales_offset": scales_offset,
+        "sums_offset": sums_offset,
+        "record_bytes": record_bytes,
+    }
 
 
 def _slots(experts: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -134,24 +199,34 @@ def _slots(experts: NDArray[np.int64]) -> NDArray[np.uint64]:
     return table
 
 
+def _finish(shape: Experts, n_matrices: int) -> tuple[F32, F32]:
+    """Scales f32[n_matrices, N_EXPERTS] and biases f32[n_matrices, N_EXPERTS, n_rows]."""
+    rng = np.random.default_rng(21)
+    scales = rng.uniform(0.5, 2, size=(n_matrices, N_EXPERTS)).astype(np.float32)
+    biases = rng.normal(size=(n_matrices, N_EXPERTS, shape.n_rows)).astype(np.float32)
+    return scales, biases
+
+
+def _optional(m: Machine, shape: Experts, values: Array) -> int:
+    """The address of an operand that only finished products have, else 0."""
+    return m.place(values, writable=False) if shape.finished else 0
+
+
 def cases() -> Iterator[Case]:
-    """Small shapes for every team, alone and overlapped; real ones for the best team."""
-    for name in GPU_FORMATS:
+    """Small shapes for the catalog's variants; real ones for the best team."""
+    for launch, fmt in launches():
+        yield from _pair(fmt, small(fmt), launch)
+    for name in BLOCK_FORMATS:
         fmt = FORMATS[name]
-        for team in TEAMS:
-            for overlapped in (False, True):
-                # As in the catalog: the text holds the block and the blocks a multiprocessor.
-                yield from _pair(fmt, SMALL, RowLaunch(team, overlapped=overlapped))
-        for n, n_rows in LARGE:
-            launch = RowLaunch(best_team(fmt, n))
-            yield from _pair(fmt, [(n, n_rows)], launch, large=True)
+        for shape in LARGE:
+            yield from _pair(fmt, [shape], best_launch(fmt, shape.n), large=True)
+    yield from _pair(FORMATS["Q4_K"], [CLAMPED], RowLaunch(32))
 
 
 def _pair(
-    fmt: BlockFormat, shapes: list[tuple[int, int]], launch: RowLaunch, *, large: bool = False
+    fmt: BlockFormat, shapes: list[Experts], launch: RowLaunch, *, large: bool = False
 ) -> Iterator[Case]:
     gate_up, down = expert_gate_up(fmt, launch), expert_down(fmt, launch)
-    for n, n_rows in shapes:
-        shape = f"{n_rows}x{n}"
-        yield Case(shape, gate_up, partial(run_gate_up, fmt, launch, n, n_rows), large)
-        yield Case(shape, down, partial(run_down, fmt, launch, n, n_rows), large)
+    for shape in shapes:
+        yield Case(str(shape), gate_up, partial(run_gate_up, fmt, launch, shape), large)
+        yield Case(str(shape), down, partial(run_down, fmt, launch, shape), large)

@@ -73,6 +73,9 @@ _ONES = {size: int.from_bytes(b"\x01" * size, "little") for size in (1, 2, 4, 8)
 class Memory:
     """The device's global memory: separate allocations with guards between them."""
 
+    base = GLOBAL_BASE
+    """The address of byte 0."""
+
     def __init__(self, n_bytes: int = 1 << 26) -> None:
         self.bytes = Bytes(n_bytes)
         self.starts: list[int] = []
@@ -142,7 +145,7 @@ class Memory:
             MemoryFault: one is misaligned, outside the allocations, or may not write.
         """
         aligned(threads, addresses, size)
-        offsets = (addresses - np.uint64(GLOBAL_BASE)).astype(np.int64)
+        offsets = (addresses - np.uint64(self.base)).astype(np.int64)
         low, high = int(offsets.min()), int(offsets.max())
         index = bisect_right(self.starts, low) - 1
         if index >= 0 and high + size <= self.ends[index]:
@@ -162,10 +165,10 @@ class Memory:
         return offsets
 
     def _where(self, address: int) -> str:
-        index = bisect_right(self.starts, address - GLOBAL_BASE) - 1
+        index = bisect_right(self.starts, address - self.base) - 1
         if index < 0:
             return "before every allocation"
-        beyond = address - GLOBAL_BASE - self.ends[index]
+        beyond = address - self.base - self.ends[index]
         return f"{beyond} bytes from the end of allocation {index}"
 
 

@@ -1,0 +1,68 @@
+"""Memory through which a GPU's step hands missed experts to the CPU team and gets their results.
+
+It is host memory that both see. Every MoE layer of every step has a number of its own, `sequence`;
+it grows (modulo 2^32) and nothing is ever reset. The GPU posts a layer that misses experts by
+storing its number, after what belongs to it. The CPU answers in words that carry that number, so
+that a value and the news of its arrival cross the link together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POSTED, N_MISSES, N_TOKENS = 0, 8, 12
+"""u32 number of the last posted layer; u32 slots it misses, u32 tokens of the step."""
+HEARTBEAT = 128
+"""u64 that changes as long as the team is alive."""
+FAILED = 256
+"""u32[2] epoch and layer that the GPU last waited for in vain; epoch 0: none."""
+MISSES = 512
+"""u32[n_slots], slot | expert << 16, ascending by slot; then the records, then the answers."""
+
+ANSWER_BYTES = 8
+"""f32 value, u32 number of the layer it belongs to."""
+PART_BYTES = 256
+MAX_SLOTS = MAX_EXPERTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class ExchangeLayout:
+    """Where what lies; for the largest step and the largest layer that use it.
+
+    n_slots       of a step: tokens times experts a token
+    n_tokens      of a step
+    record_bytes  of a token's activation record, a multiple of 16
+    n_rows        values of an answer, even
+    """
+
+    n_slots: int
+    n_tokens: int
+    record_bytes: int
+    n_rows: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n_slots <= MAX_SLOTS or self.record_bytes % 16 or self.n_rows % 2:
+            raise ValueError(f"no exchange has such sizes: {self}")
+
+    @property
+    def records_offset(self) -> int:
+        """u8[n_tokens, record_bytes of the layer]."""
+        return _whole_parts(MISSES + 4 * self.n_slots + 16)
+
+    @property
+    def answers_offset(self) -> int:
+        """u64[misses, n_rows of the layer], in the order of the list."""
+        return self.records_offset + _whole_parts(self.n_tokens * self.record_bytes)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.answers_offset + _whole_parts(ANSWER_BYTES * self.n_slots * self.n_rows)
+
+
+def sequence(epoch: int, n_layers: int, layer: int) -> int:
+    """The number of MoE layer `layer` of `n_layers` in the step `epoch`, which counts from 1."""
+    return (epoch * n_layers + layer + 1) % (1 << 32)
+
+
+def _whole_parts(n_bytes: int) -> int:
+    return -(-n_bytes // PART_BYTES) * PART_BYTES

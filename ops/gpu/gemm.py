@@ -1,0 +1,320 @@
+"""The GPU kernels `gemm_<format>`: a quantized matrix, or one a group, times the slots of a step.
+
+Tensor cores give the exact integer totals of `ops.arithmetic`, its f32 steps follow in its order:
+the bits are those of one slot at a time. Serves batches of a few tokens and whole prompts.
+
+records         activation records of the format's kind, record_bytes apart
+rows            i32[n_slots]: the record of each slot; 0: slot s has record s
+offsets         i32[n_groups + 1]: where the slots of each group begin (`group` writes it); of a
+                dense product, n_groups = 0, the address of the u32 number of slots
+n_groups        matrices that there are; 0: one matrix, dense
+matrices        u64[n_groups, 4]: a layer's rows of the model's table, an address of 0 says that the
+                matrix is not here and leaves y as it is; dense: the address of the matrix
+column          0 gate, 1 up, 2 down; blocks of grid z take the next ones
+table           the format's grid (`format_table`), 0 where it has none
+y               f32[*, y_stride], written; y_step bytes further on for the next column
+out_rows        i32[n_slots]: the row of y that a slot writes; 0: slot s writes row s
+bias            f32[n_groups, n_rows] (dense f32[n_rows]) added, 0: none; bias_step likewise
+factors         f32[n_groups] (dense f32[1]) that multiply before the bias, 0: none; factors_step
+n, n_rows       values and number of a matrix' rows
+scales_offset, sums_offset, record_bytes   `activation_layout` of n
+
+Steps are bytes from one column's array to the next one's, modulo 2^64, so any two arrays will do.
+Grid `GemmTile.grid`, dynamic shared memory `GemmTile.shared_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ops.arithmetic import dot_rows, n_partials
+from ops.gpu.gemm_tile import DIRECT_FORMATS, SUB_ELEMS, GemmTile, Layout
+from ops.gpu.kernel import Kernel, format_table, launch_defines
+from ops.quants import FORMATS, BlockFormat
+from ops.quants.block import ACTIVATION_GROUP
+
+GEMM_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.block_elems > 1)
+"""Formats that tensor cores can multiply: all but the floating-point ones."""
+
+TILE_TOKENS = (8, 16, 32, 64, 128)
+"""Slots of a block that there are tiles for."""
+
+PARAMS = (
+    *((name, "u64") for name in ("records", "rows", "offsets", "matrices", "table")),
+    *((name, "u64") for name in ("y", "y_step", "out_rows")),
+    *((name, "u64") for name in ("bias", "bias_step", "factors", "factors_step")),
+    *((name, "u32") for name in ("n_groups", "column", "n", "n_rows", "y_stride")),
+    *((name, "u32") for name in ("scales_offset", "sums_offset", "record_bytes")),
+)
+
+
+def gemm_defines(tile: GemmTile) -> dict[str, str | int]:
+    """The sizes and fragments of a tile's text."""
+    defines = _sizes(tile) | _copy_defines(tile) | _fragments(tile)
+    if tile.split > 1:
+        defines["PART_BYTES"] = tile.tokens * Layout(tile).sum_bytes
+    if tile.fmt.has_mins:
+        defines |= _sum_defines(tile)
+    if tile.fmt.name in DIRECT_FORMATS:
+        defines["ROW_PITCH_8"] = 8 * Layout(tile).row_pitch
+    else:
+        defines |= _unpack_defines(tile)
+    if table_bytes := format_table(tile.fmt).nbytes:
+        defines |= {
+            "TABLE": Layout(tile).table,
+            "TABLE_BYTES": table_bytes,
+            "THREADS_16": 16 * tile.threads,
+        }
+    return defines
+
+
+def _sizes(tile: GemmTile) -> dict[str, str | int]:
+    """The numbers of a tile, a format and a layout."""
+    fmt, at = tile.fmt, Layout(tile)
+    group = ACTIVATION_GROUP[fmt.activation]
+    sizes: dict[str, str | int] = {
+        "BLOCK_SHIFT": _log2(fmt.block_elems),
+        "BLOCK_BYTES": fmt.block_bytes,
+        "SCALE_ELEMS": group,
+        "SCALE_SHIFT": _log2(group),
+        "UNIT": fmt.unit_elems,
+        "UNITS_SHIFT": _log2(group // fmt.unit_elems),
+        "TOKENS": tile.tokens,
+        "TOKENS_SHIFT": _log2(tile.tokens),
+        "ROWS": tile.rows,
+        "ROWS_SHIFT": _log2(tile.rows),
+        "ROW_TEAMS": tile.rows // 16,
+        "ROW_TEAMS_SHIFT": _log2(tile.rows // 16),
+        "SPLIT": tile.split,
+        "SPLIT_SHIFT": _log2(tile.split),
+        "COLUMNS": tile.columns,
+        "THREADS": tile.threads,
+        "STEP": tile.step,
+        "STEP_BYTES": at.step_bytes,
+        "ROW_PITCH": at.row_pitch,
+        "TILE_PITCH": at.pitch,
+        "STAGE_BYTES": at.stage_bytes,
+        "X": at.x,
+        "X_SCALES": at.x_scales,
+        "SLOTS": at.slots,
+        "OUT_ROWS": at.out_rows,
+        "SUM_BYTES": at.sum_bytes,
+    }
+    if tile.columns >= 32:
+        sizes["TILE_PAIR"] = 16 * at.pitch
+    if fmt.unit_elems < 256:
+        x_scales = tile.tokens * tile.split * fmt.unit_elems // group
+        return sizes | {
+            "HALF_STEP": tile.step // 2,
+            "HALF_SCALES": 4 * tile.split * tile.rows,
+            "HALF_X_SCALES": 4 * x_scales,
+            **({"ROWS_2": 2 * tile.rows} if fmt.unit_elems == 16 else {}),
+        }
+    if tile.n_residues > 1:
+        sizes |= {
+            "CYCLE": n_partials(fmt) * fmt.unit_elems,
+            "RESIDUES": tile.n_residues,
+            "RESIDUE_SHIFT": 32 - _log2(tile.n_residues),
+        }
+    if tile.n_residues == 8:
+        sizes |= {"TOP": at.top, "TOP_PITCH": at.top_pitch}
+    return sizes
+
+
+def _copy_defines(tile: GemmTile) -> dict[str, str | int]:
+    """The numbers of what each thread copies, and of the results it writes."""
+    row_lanes, record_lanes = tile.threads // tile.rows, tile.threads // tile.tokens
+    n_scales = tile.tokens * tile.step // ACTIVATION_GROUP[tile.fmt.activation]
+    return {
+        "ROW_LANES": row_lanes,
+        "ROW_LANES_SHIFT": _log2(row_lanes),
+        "ROW_STRIDE": 16 * row_lanes,
+        "ROW_ROUNDS": _rounds(Layout(tile).pieces, row_lanes),
+        "RECORD_LANES": record_lanes,
+        "RECORD_LANES_SHIFT": _log2(record_lanes),
+        "RECORD_STRIDE": 16 * record_lanes,
+        "RECORD_ROUNDS": _rounds(tile.step // 16, record_lanes),
+        "ALL_SCALES": n_scales,
+        "SCALE_ROUNDS": _repeat(n_scales, tile.threads),
+        "SLOTS_AT_ONCE": row_lanes,
+    }
+
+
+def _unpack_defines(tile: GemmTile) -> dict[str, str | int]:
+    """The numbers of what is unpacked in shared memory."""
+    fmt, at = tile.fmt, Layout(tile)
+    defines: dict[str, str | int] = {
+        "BLOCK_GROUPS": fmt.block_elems // 32,
+        "BLOCK_GROUPS_SHIFT": _log2(fmt.block_elems // 32),
+        "STEP_GROUPS": tile.rows * tile.step // 32,
+        "TILE": at.tile,
+        "TILE_16": at.tile + 16,
+        "UNIT_SCALES": at.unit_scales,
+    }
+    if fmt.unit_elems == 256:
+        defines |= {
+            "SUBS": at.subs,
+            "SUBS_8": 8 * at.subs_pitch,
+            "SUBS_PITCH": at.subs_pitch,
+            "UNIT_SUBS": at.unit_subs,
+        }
+    if fmt.has_mins:
+        on = at.min_scales - at.unit_scales
+        defines |= {
+            "MIN_SCALES": at.min_scales,
+            "MIN_SCALES_ON": on,
+            "MIN_SCALES_ON_8": on + 32,
+        }
+        if fmt.unit_elems == 256:
+            defines |= {"MINS": at.mins, "MINS_PITCH": at.mins_pitch, "MINS_8": 8 * at.mins_pitch}
+    return defines
+
+
+def _sum_defines(tile: GemmTile) -> dict[str, str | int]:
+    """The numbers of the sums of activations, for formats with mins."""
+    at = Layout(tile)
+    defines: dict[str, str | int] = {"X_SUMS": at.x_sums}
+    if tile.fmt.unit_elems < 256:
+        return defines | {"X_SUMS_ON": at.x_sums - at.x_scales}
+    return defines | {
+        "SUMS_PITCH": at.sums_pitch,
+        "SUMS_8": 8 * at.sums_pitch,
+        "SUM_PIECES": tile.tokens * tile.step // 128,
+        "SUM_ROUNDS": _repeat(tile.tokens * tile.step // 128, tile.threads),
+        "STEP_SUM_PIECES": tile.step // 128,
+        "STEP_SUM_PIECES_SHIFT": _log2(tile.step // 128),
+    }
+
+
+def _fragments(tile: GemmTile) -> dict[str, str | int]:
+    """The fragments of a tile and a format."""
+    fmt, columns = tile.fmt, tile.columns
+    table = "" if format_table(fmt).nbytes else "_none"
+    names = {
+        "LOAD_TABLE": f"gemm_table{table}",
+        "PUT": f"gemm_put_{columns}",
+        "JOIN": f"gemm_join_{tile.split}",
+    }
+    names |= _fragments_256(tile) if fmt.unit_elems == 256 else _fragments_32(tile)
+    if fmt.name in DIRECT_FORMATS:
+        names["EXPAND"] = "gemm_expand_none"
+    else:
+        whole = tile.step == fmt.unit_elems
+        names |= {
+            "EXPAND": "gemm_expand_tile",
+            "UNPACK": f"unpack_{fmt.name.lower()}",
+            "SKIP_GROUP": f"gemm_skip_{'none' if whole else 'group'}",
+        }
+    return {macro: f'"inc/{name}.inc.ptx"' for macro, name in names.items()}
+
+
+def _fragments_256(tile: GemmTile) -> dict[str, str]:
+    """Those of units of 256."""
+    fmt, columns = tile.fmt, tile.columns
+    mins = "_mins" if fmt.has_mins else ""
+    direct = fmt.name in DIRECT_FORMATS
+    sub = SUB_ELEMS.get(fmt.name, 32)
+    residues = tile.n_residues
+    names = {
+        "COPY_SUMS": "gemm_sums_256" if mins else "gemm_sums_none",
+        "SKIP_UNIT": f"gemm_skip_{'none' if tile.step == fmt.unit_elems else 'unit'}",
+        "COLUMN": f"gemm_column_sub{sub}",
+        "ADD_MINS": f"gemm_mins_256_{columns}" if mins else "gemm_mins_none",
+        "NEXT": "gemm_next_tree" if residues > 1 else "gemm_next_step",
+        "CARRY": f"gemm_carry_{residues}_{columns}" if residues > 1 else "gemm_carry_none",
+        "MERGE": "gemm_merge_none",
+        "PREPARE": f"gemm_prepare_{'direct' if direct else '256'}{mins}_{columns}",
+        "PRODUCTS": f"gemm_{'direct' if direct else 'products'}_256_{columns}",
+    }
+    if mins:
+        names["LOAD_MINS"] = f"gemm_mins_of_{'head' if direct else 'tile'}"
+    if direct:
+        lower = fmt.name.lower()
+        return names | {"HEAD": f"gemm_head_{lower}", "HALF": f"gemm_half_{lower}"}
+    return names | {"KEEP": f"gemm_keep_sub{sub}{mins}", "LOAD_SUBS": f"gemm_subs_{sub}"}
+
+
+def _fragments_32(tile: GemmTile) -> dict[str, str]:
+    """Those of units of 32 or 16."""
+    fmt, columns = tile.fmt, tile.columns
+    mins = "_mins" if fmt.has_mins else ""
+    return {
+        "COPY_SUMS": "gemm_sums_32" if mins else "gemm_sums_none",
+        "KEEP": f"gemm_keep_unit{fmt.unit_elems}{mins}",
+        "PREPARE": f"gemm_prepare_32_{columns}",
+        "PRODUCTS": f"gemm_products_32_{columns}",
+        "LOAD_A": f"gemm_a_{fmt.unit_elems}",
+        "LOAD_MIN_SCALES": f"gemm_load_mins{'' if mins else '_none'}",
+        "COLUMN": f"gemm_column_unit{mins}",
+        "NEXT": "gemm_next_step",
+        "CARRY": "gemm_carry_none",
+        "MERGE": f"gemm_merge_{columns}",
+    }
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _rounds(total: int, at_once: int) -> int:
+    """How often a loop runs that copies so many things; never just once, so that it is a loop."""
+    return max(2, -(-total // at_once))
+
+
+def _repeat(total: int, at_once: int) -> str:
+    """The fragment that does something as often as it takes."""
+    return f'"inc/gemm_repeat_{-(-total // at_once)}.inc.ptx"'
+
+
+def gemm_tile(fmt: BlockFormat, tokens: int, *, few_rows: bool = False) -> GemmTile:
+    """The tile for so many slots a block, one of `TILE_TOKENS`.
+
+    few_rows: 16 rows a block, for a matrix whose blocks of 32 would not fill the GPU twice; there
+    are such tiles for `DIRECT_FORMATS` and up to 32 slots, and the usual one otherwise.
+
+    Raises:
+        LookupError: tensor cores cannot multiply the format, or there is no such tile.
+    """
+    if fmt.name not in GEMM_FORMATS:
+        raise LookupError(f"no gemm for {fmt.name}; there are {', '.join(GEMM_FORMATS)}")
+    if tokens not in TILE_TOKENS:
+        raise LookupError(f"no tile of {tokens} slots; there are {TILE_TOKENS}")
+    if fmt.unit_elems < 256:
+        return GemmTile(fmt, tokens, rows=16, split=8, columns=min(tokens, 64), min_blocks=1)
+    if tokens <= 32:
+        if few_rows and fmt.name in DIRECT_FORMATS:
+            return GemmTile(fmt, tokens, rows=16, split=8, columns=tokens)
+        return GemmTile(fmt, tokens, rows=32, split=4, columns=tokens)
+    crowded = fmt.name == "Q5_K" or (fmt.name in SUB_ELEMS and fmt.name not in DIRECT_FORMATS)
+    min_blocks = 1 if crowded else 2  # two would spill registers
+    return GemmTile(fmt, tokens, 16 * 8 * 32 // tokens, 1, columns=32, min_blocks=min_blocks)
+
+
+def shipped_tiles() -> Iterator[GemmTile]:
+    """Every tile of every format."""
+    for name in GEMM_FORMATS:
+        for tokens in TILE_TOKENS:
+            usual = gemm_tile(FORMATS[name], tokens)
+            yield usual
+            fewer = gemm_tile(FORMATS[name], tokens, few_rows=True)
+            if fewer != usual:
+                yield fewer
+
+
+def gemm(tile: GemmTile, *, overlapped: bool = False) -> Kernel:
+    """The kernel of a tile; `launch_defines` says what `overlapped` means."""
+    return Kernel(
+        entry=f"gemm_{tile.fmt.name.lower()}",
+        source="gemm.ptx",
+        defines=gemm_defines(tile) | launch_defines(tile.threads, tile.min_blocks, overlapped),
+        params=PARAMS,
+        block=tile.threads,
+        reference=dot_rows,
+    )
+
+
+def variants() -> Iterator[tuple[str, Kernel]]:
+    """Every tile, overlapped."""
+    for tile in shipped_tiles():
+        kernel = gemm(tile, overlapped=True)
+        yield f"{kernel.entry} ({tile.rows} rows, {tile.tokens} slots)", kernel

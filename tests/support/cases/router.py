@@ -1,0 +1,200 @@
+"""route and group: choices, weights and slots have the bits of `ops.gpu.router`'s references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ops.gpu.kernel import Kernel
+from ops.gpu.router import (
+    SIGMOID,
+    SOFTMAX_SELECTED,
+    Routing,
+    group,
+    group_reference,
+    group_shared_bytes,
+    route,
+    route_reference,
+    sigmoid,
+)
+from ops.quants.block import F32
+from tests.support.cases.case import Array, Case, Outcome
+from tests.support.machines import Machine
+
+UNTOUCHED = 77
+"""What lies where no block writes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A router and what it is given.
+
+    gap     values between the logits of two tokens
+    shared  there is a shared expert with a gate
+    counted the grid has a token more than there are
+    """
+
+    n_expert: int
+    routing: Routing
+    tokens: int = 6
+    gap: int = 0
+    biased: bool = False
+    shared: bool = False
+    table: bool = True
+    counted: bool = False
+
+
+SMALL = {
+    "softmax of 60": Setting(60, Routing(4, renormalise=True), gap=1, shared=True, counted=True),
+    "softmax of 128": Setting(128, Routing(8, scale=2.5), table=False),
+    "softmax of 300, more than 8": Setting(300, Routing(10, renormalise=True)),
+    "chosen first, of 32": Setting(32, Routing(4, SOFTMAX_SELECTED)),
+    "all of 5": Setting(5, Routing(5)),
+    "groups": Setting(64, Routing(6, SIGMOID, 8, 3, True, 2.5), biased=True),
+    "chosen first, in groups": Setting(264, Routing(6, SOFTMAX_SELECTED, 8, 3), biased=True),
+    "groups of one": Setting(8, Routing(3, SIGMOID, 8, 4), biased=True),
+}
+
+LARGE = {
+    "softmax of 128, 6 tokens": Setting(128, Routing(8, renormalise=True)),
+    "softmax of 128, 31 tokens": Setting(128, Routing(8, renormalise=True), 31, counted=True),
+    "softmax of 512": Setting(512, Routing(10, renormalise=True), 31, shared=True),
+    "sigmoid of 256": Setting(256, Routing(8, SIGMOID, 8, 4, True, 2.5), 31, biased=True),
+    "sigmoid of 384": Setting(384, Routing(8, SIGMOID, 1, 1, True, 2.827), 8, biased=True),
+    "chosen first, of 128": Setting(128, Routing(4, SOFTMAX_SELECTED), 4096),
+}
+
+
+def logits_of(setting: Setting) -> F32:
+    """Plain rows, then ties and zeros of both signs, infinities, NaNs, and nothing but NaNs."""
+    n = setting.n_expert
+    x = (np.random.default_rng(n).normal(size=(setting.tokens, n)) * 3).astype(np.float32)
+    x[1] = np.resize(np.array([2, 0.0, -0.0, 2, -1], np.float32), n)
+    x[2, n // 2 :] = -np.inf
+    x[3, n // 3] = np.nan
+    x[4] = np.nan
+    x[5, ::2] = np.inf
+    return x
+
+
+def run_route(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
+    """Choices, weights, addresses and the shared weights, all as bytes; NaNs made alike."""
+    logits, routing, n = logits_of(setting), setting.routing, setting.n_expert
+    tokens, k = setting.tokens, routing.n_used
+    launched = tokens + setting.counted
+    rng = np.random.default_rng(1)
+    bias = rng.normal(size=n).astype(np.float32) if setting.biased else None
+    table = rng.integers(0, 1 << 60, (n, 4), np.uint64)
+    joined = np.zeros((tokens, n + setting.gap), np.float32)
+    joined[:, :n] = logits
+    gates = np.array([[0.5, 9], [-80, 9], [np.inf, 9], [np.nan, 9]], np.float32)
+    gates = np.resize(gates, (tokens, 2))
+    outs = [
+        np.full((launched, k), UNTOUCHED, np.int32),
+        np.full((launched, k), UNTOUCHED, np.float32),
+        np.full((launched * k, 4), UNTOUCHED, np.uint64),
+        np.full(launched, UNTOUCHED, np.float32),
+    ]
+    places = [machine.place(out) for out in outs]
+
+    def given(array: Array | None, there: object = True) -> int:
+        return machine.place(array, writable=False) if array is not None and there else 0
+
+    machine.launch(
+        kernel,
+        (launched,),
+        {
+            "logits": given(joined),
+            "logits_stride": n + setting.gap,
+            "count": given(np.array([tokens], np.uint32), setting.counted),
+            "bias": given(bias),
+            "n_expert": n,
+            "n_used": k,
+            "score": routing.score,
+            "n_groups": routing.n_groups,
+            "n_groups_used": routing.n_groups_used,
+            "renormalise": int(routing.renormalise),
+            "scale": routing.scale,
+            "table": given(table, setting.table),
+            "shared_logits": given(gates, setting.shared),
+            "shared_stride": 2,
+            "choices": places[0],
+            "weights": places[1],
+            "experts": places[2],
+            "shared_weights": places[3],
+        },
+    )
+    choices, weights = route_reference(logits, routing, bias)
+    expected = [out.copy() for out in outs]
+    expected[0][:tokens], expected[1][:tokens] = choices, weights
+    if setting.table:
+        expected[2][: tokens * k] = table[choices.reshape(-1)]
+        expected[2][tokens * k :] = 0
+    if setting.shared:
+        expected[3][:tokens] = sigmoid(gates[:, 0])
+    read = [
+        machine.read(place, out.dtype, out.shape) for place, out in zip(places, outs, strict=True)
+    ]
+    return Outcome(_joined(read), _joined(expected))
+
+
+def run_group(n_expert: int, tokens: int, k: int, kernel: Kernel, machine: Machine) -> Outcome:
+    """Offsets, slots and the tokens of the slots in one array."""
+    rng = np.random.default_rng(n_expert)
+    skewed = (n_expert * rng.random((tokens, k)) ** 3).astype(np.int32)
+    choices = np.minimum(skewed, n_expert - 2)
+    offsets = machine.place(np.zeros(n_expert + 1, np.int32))
+    slots = machine.place(np.zeros((tokens, k), np.int32))
+    slot_tokens = machine.place(np.zeros(tokens * k, np.int32))
+    machine.launch(
+        kernel,
+        (1,),
+        {
+            "choices": machine.place(choices, writable=False),
+            "count": machine.place(np.array([tokens], np.uint32), writable=False),
+            "n_used": k,
+            "n_expert": n_expert,
+            "offsets": offsets,
+            "slots": slots,
+            "slot_tokens": slot_tokens,
+        },
+        shared_bytes=group_shared_bytes(n_expert),
+    )
+    result = [
+        machine.read(offsets, np.int32, n_expert + 1),
+        machine.read(slots, np.int32, tokens * k),
+        machine.read(slot_tokens, np.int32, tokens * k),
+    ]
+    expected = [part.reshape(-1) for part in group_reference(choices, n_expert)]
+    return Outcome(np.concatenate(result), np.concatenate(expected))
+
+
+def _joined(parts: list[Array]) -> Array:
+    """The bytes of arrays one after another, one NaN for every NaN."""
+    alike = [
+        np.where(np.isnan(p), np.float32(np.nan), p) if p.dtype.kind == "f" else p for p in parts
+    ]
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in alike])
+
+
+def cases() -> Iterator[Case]:
+    """The small settings alone and overlapped; real sizes alone."""
+    for overlapped in (False, True):
+        kernel = route(overlapped=overlapped)
+        for name, setting in SMALL.items():
+            yield Case(name, kernel, partial(run_route, setting, kernel))
+        yield from _groups(group(overlapped=overlapped), [(40, 70, 3), (600, 200, 8)])
+    for name, setting in LARGE.items():
+        yield Case(name, route(), partial(run_route, setting, route()), large=True)
+    yield from _groups(group(), [(128, 31, 8), (128, 4096, 8), (512, 8192, 10)], large=True)
+
+
+def _groups(
+    kernel: Kernel, sizes: list[tuple[int, int, int]], *, large: bool = False
+) -> Iterator[Case]:
+    for n_expert, tokens, k in sizes:
+        run = partial(run_group, n_expert, tokens, k, kernel)
+        yield Case(f"{n_expert} experts, {tokens}x{k}", kernel, run, large)
