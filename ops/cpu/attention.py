@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.attention_rows import (
-    SCORE_ROW,
-    page_scores,
-    page_values,
-    widened,
-    window_values,
-)
+from ops.cpu.attention_rows import SCORE_ROW, page_scores, page_values, widened
 from ops.cpu.elementwise import exp, exp_minus
 from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
 from ops.cpu.kv_layout import BLOCK_TOKENS, PAGE_TOKENS
@@ -58,6 +52,8 @@ ATTENTION = args_record(
     dim_k="i8",
     dim_v="i8",
     dim_v_padded="i8",
+    row_dim="i8",
+    keys_are_rows="i8",
     q="i8",
     q_stride="i8",
     out="i8",
@@ -81,6 +77,9 @@ ATTENTION = args_record(
     workspaces="i8",
     window="i8",
     sinks="i8",
+    masks="i8",
+    mask_stride="i8",
+    reads_all="i8",
     value_scale="f4",
 )
 """q: f32 rows of n_head * dim_k, scaled; out: f32 rows of n_head * dim_v; strides: bytes a token.
@@ -89,9 +88,13 @@ partials: rows of `partial_bytes`, in each for every head PARTIAL_HEAD bytes and
 partial_spans: i32[n_tokens][2], first partial of a token and how many; error: i64 that is set to 1
 where a page table has no page.
 
+row_dim: numbers of a value in its page, dim_v_padded but where a value is the first numbers of a
+key; keys_are_rows: 1 where keys are laid out as values are, and dim_k is padded with zeros.
+
 window: a key is seen while its position is above the query's minus this; 0: every earlier key.
 sinks: f32[n_head], joins the softmax denominator of each head; 0: none.
 value_scale: multiplies the output.
+masks, reads_all: which keys a token reads, see `ops.cpu.indexer`; 0: every one that it sees.
 """
 
 WORKSPACE = args_record(
@@ -104,9 +107,10 @@ WORKSPACE = args_record(
     block_values="i8",
     block_peaks="i8",
     block_totals="i8",
+    block_reads="i8",
     page="i8",
 )
-"""A worker's arrays for up to `n_rows` query rows: i64 queries[row], f32 the rest.
+"""A worker's arrays for up to `n_rows` query rows: i64 queries[row], i32 block_reads, f32 the rest.
 
 page: room for one page of one head as f32.
 """
@@ -195,23 +199,26 @@ def first_seen(window, position):
 
 
 @kernel_njit
-def attend_block(a, item, w, kv_head, n_rows, block):
-    """Results of one block into block_peaks, block_totals, block_values; a total of -1: none."""
+def block_pages(a, item, block):
+    """(address of the block's page table, position of the item's first token in the block, first
+    page that is read, end); no pages and an error where one of them is gone."""
     table = a.page_tables + a.table_stride * load_i32(a.sequences + 4 * item.token)
     table += 4 * block * BLOCK_PAGES
     first = load_i32(a.positions + 4 * item.token) - block * BLOCK_TOKENS
     n_keys = min(BLOCK_TOKENS, first + item.n_tokens)
-    n_pages = (n_keys + PAGE_TOKENS - 1) // PAGE_TOKENS
+    end = (n_keys + PAGE_TOKENS - 1) // PAGE_TOKENS
     first_page = first_seen(a.window, first) // PAGE_TOKENS
-    group = a.n_head // a.n_head_kv
-    for p in range(first_page, n_pages):
+    for p in range(first_page, end):
         if load_i32(table + 4 * p) < 0:
             store_i64(a.error, 1)
-            return
-    for p in range(first_page, n_pages):
-        keys = page_at(a.k_pages, a.k_page_bytes, table, p) + kv_head * a.k_head_bytes
-        cache, keys = widened(a.k_cache, w.page, n_rows, keys, PAGE_TOKENS * a.dim_k)
-        page_scores(cache, w.queries, n_rows, keys, a.dim_k, w.scores + 4 * PAGE_TOKENS * p)
+            return table, first, 0, 0
+    return table, first, first_page, end
+
+
+@kernel_njit
+def block_softmax(a, w, n_rows, first):
+    """Scores into weights, block_peaks, block_totals; a total of -1: a row that sees no key."""
+    group = a.n_head // a.n_head_kv
     for row in range(n_rows):
         position = first + row // group
         begin, end = first_seen(a.window, position), min(BLOCK_TOKENS, position + 1)
@@ -221,20 +228,44 @@ def attend_block(a, item, w, kv_head, n_rows, block):
         store_f32(w.block_peaks + 4 * row, peak)
         store_f32(w.block_totals + 4 * row, total)
     clear(w.block_values, n_rows * 4 * a.dim_v_padded)
-    dim, out = a.dim_v_padded, w.block_values
-    for p in range(first_page, n_pages):
-        values = page_at(a.v_pages, a.v_page_bytes, table, p) + kv_head * a.v_head_bytes
-        cache, values = widened(a.v_cache, w.page, n_rows, values, PAGE_TOKENS * dim)
-        weights, seen = w.scores + 4 * PAGE_TOKENS * p, first + 1 - p * PAGE_TOKENS
-        if a.window == 0:
-            page_values(cache, weights, n_rows, values, dim, seen, group, out)
-        else:
-            window_values(cache, weights, n_rows, values, dim, seen, a.window, group, out)
 
 
 @kernel_njit
-def merge_block(a, w, n_rows):
-    """Add the block's results to the running ones."""
+def attend_block(a, item, w, kv_head, n_rows, block):
+    """Results of one block into block_peaks, block_totals, block_values."""
+    table, first, _, end_page = block_pages(a, item, block)
+    for p in range(end_page):
+        keys = page_at(a.k_pages, a.k_page_bytes, table, p) + kv_head * a.k_head_bytes
+        cache, keys = widened(a.k_cache, w.page, n_rows, keys, PAGE_TOKENS * a.dim_k)
+        page_scores(cache, w.queries, n_rows, keys, a.dim_k, w.scores + 4 * PAGE_TOKENS * p)
+    block_softmax(a, w, n_rows, first)
+    group, dim = a.n_head // a.n_head_kv, a.dim_v_padded
+    for p in range(end_page):
+        values = page_at(a.v_pages, a.v_page_bytes, table, p) + kv_head * a.v_head_bytes
+        cache, values = widened(a.v_cache, w.page, n_rows, values, PAGE_TOKENS * dim)
+        weights, seen = w.scores + 4 * PAGE_TOKENS * p, first + 1 - p * PAGE_TOKENS
+        page_values(cache, weights, n_rows, values, dim, seen, group, w.block_values)
+
+
+@kernel_njit
+def store_partials(a, w, kv_head, n_rows, partial):
+    """Keep the block's results of one token for `attention_end`."""
+    for row in range(n_rows):
+        head = kv_head * n_rows + row
+        target = a.partials + partial * a.partial_bytes
+        target += head * (PARTIAL_HEAD + 4 * a.dim_v_padded)
+        store_f32(target, load_f32(w.block_peaks + 4 * row))
+        store_f32(target + 4, load_f32(w.block_totals + 4 * row))
+        values = w.block_values + 4 * a.dim_v_padded * row
+        scale_row(target + PARTIAL_HEAD, values, a.dim_v_padded, np.float32(1))
+
+
+@kernel_njit
+def end_block(a, item, w, kv_head, n_rows, block):
+    """Keep the block's results for later, or add them to the running ones."""
+    if item.partial >= 0:
+        store_partials(a, w, kv_head, n_rows, item.partial + block - item.first_block)
+        return
     for row in range(n_rows):
         total = load_f32(w.block_totals + 4 * row)
         if total != np.float32(-1):
@@ -259,21 +290,22 @@ def output_factor(a, head, peak, total):
 
 
 @kernel_njit
-def store_partials(a, w, kv_head, n_rows, partial):
-    """Keep the block's results of one token for `attention_end`."""
+def end(a, item, w, kv_head, n_rows):
+    """Write the finished outputs of an item, unless its results are merged later."""
+    if item.partial >= 0:
+        return
+    group = a.n_head // a.n_head_kv
     for row in range(n_rows):
-        head = kv_head * n_rows + row
-        target = a.partials + partial * a.partial_bytes
-        target += head * (PARTIAL_HEAD + 4 * a.dim_v_padded)
-        store_f32(target, load_f32(w.block_peaks + 4 * row))
-        store_f32(target + 4, load_f32(w.block_totals + 4 * row))
-        values = w.block_values + 4 * a.dim_v_padded * row
-        scale_row(target + PARTIAL_HEAD, values, a.dim_v_padded, np.float32(1))
+        head = kv_head * group + row % group
+        target = a.out + (item.token + row // group) * a.out_stride + head * a.dim_v * 4
+        peak, total = load_f32(w.peaks + 4 * row), load_f32(w.totals + 4 * row)
+        factor = output_factor(a, head, peak, total)
+        scale_row(target, w.values + 4 * a.dim_v_padded * row, a.dim_v, factor)
 
 
 @job_kernel
 def attention(args: int, chunk: int, worker: int) -> None:
-    """One work item and kv head: see the module."""
+    """One work item and kv head of the plain kind: keys in columns, no window."""
     a = array(args, 1, ATTENTION)[0]
     w = array(a.workspaces + worker * WORKSPACE_BYTES, 1, WORKSPACE)[0]
     item = array(a.items + ITEM_BYTES * (chunk // a.n_head_kv), 1, ITEM)[0]
@@ -281,19 +313,8 @@ def attention(args: int, chunk: int, worker: int) -> None:
     n_rows = begin(a, item, w, kv_head)
     for block in range(item.first_block, item.end_block):
         attend_block(a, item, w, kv_head, n_rows, block)
-        if item.partial >= 0:
-            store_partials(a, w, kv_head, n_rows, item.partial + block - item.first_block)
-        else:
-            merge_block(a, w, n_rows)
-    if item.partial < 0:
-        group = a.n_head // a.n_head_kv
-        for row in range(n_rows):
-            head = kv_head * group + row % group
-            target = a.out + (item.token + row // group) * a.out_stride + head * a.dim_v * 4
-            factor = output_factor(
-                a, head, load_f32(w.peaks + 4 * row), load_f32(w.totals + 4 * row)
-            )
-            scale_row(target, w.values + 4 * a.dim_v_padded * row, a.dim_v, factor)
+        end_block(a, item, w, kv_head, n_rows, block)
+    end(a, item, w, kv_head, n_rows)
 
 
 @job_kernel

@@ -1,6 +1,7 @@
-"""The two inner loops of attention on one page of one kv head, emitted as LLVM IR.
+"""The inner loops of attention on one page of one kv head, emitted as LLVM IR.
 
-`scores` multiplies queries with the 32 keys of a page, `weigh_values` adds weighted values.  Both
+`scores` multiplies queries with the 32 keys of a page, `row_scores` with keys that lie as values
+do, `weigh_values` adds weighted values.  Both
 share the page's loads among several query rows; each row's order of additions is the same however
 many rows there are.
 """
@@ -15,7 +16,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ops.cpu.kv_layout import F16_CACHE, F32_CACHE, PAGE_TOKENS, SCALE_DIMS, VALUE_BYTES
-from ops.cpu.vector import F32, LANES, VECTOR, at, constant, fma, load, splat, store, zero
+from ops.cpu.vector import (
+    F32,
+    I32,
+    LANES,
+    VECTOR,
+    accumulators,
+    at,
+    constant,
+    fma,
+    load,
+    splat,
+    store,
+    zero,
+)
 
 HALVES = PAGE_TOKENS // LANES
 CHAINS = 2  # partial sums of a score: even and odd dimensions
@@ -66,6 +80,48 @@ def scores(
 
 
 @intrinsic(prefer_literal=True)
+def row_scores(
+    _: Any,
+    cache: types.Type,
+    n_rows: types.Type,
+    q: types.Type,
+    keys: types.Type,
+    dim: types.Type,
+    out: types.Type,
+    out_stride: types.Type,
+) -> tuple[Any, Any]:
+    """row_scores(cache, n_rows, q, keys, dim, out, out_stride): as `scores`, of keys [token][dim].
+
+    n_rows: 1 or 4; dim: padded with zeros to a multiple of 16, as are the queries.
+    """
+    if not (isinstance(cache, types.IntegerLiteral) and isinstance(n_rows, types.IntegerLiteral)):
+        return None  # type: ignore[return-value]
+    kind, rows = cache.literal_value, n_rows.literal_value
+    integers = [types.int64] * 5
+    n_tokens = LANES // rows  # so that the totals of all make one vector
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, q, keys, dim, out, out_stride = args
+        queries = [
+            load(builder, at(builder, q, constant(i), 8), constant(0).type, 1) for i in range(rows)
+        ]
+        with cgutils.for_range(builder, constant(PAGE_TOKENS // n_tokens)) as loop:
+            first = builder.mul(loop.index, constant(n_tokens))
+            sums = _row_products(builder, kind, queries, keys, dim, (first, n_tokens))
+            totals = _lane_sums(builder, sums)
+            for i in range(rows):
+                lanes = ir.Constant(
+                    ir.VectorType(I32, n_tokens), list(range(i * n_tokens, (i + 1) * n_tokens))
+                )
+                part = builder.shuffle_vector(totals, totals, lanes)
+                row = builder.add(out, builder.mul(out_stride, constant(i)))
+                store(builder, at(builder, row, first, 4), part)
+        return context.get_dummy_value()
+
+    return types.void(cache, n_rows, *integers), codegen
+
+
+@intrinsic(prefer_literal=True)
 def weigh_values(
     _: Any,
     cache: types.Type,
@@ -73,6 +129,7 @@ def weigh_values(
     weights: types.Type,
     weights_stride: types.Type,
     values: types.Type,
+    row_dim: types.Type,
     dim: types.Type,
     first: types.Type,
     end: types.Type,
@@ -81,20 +138,21 @@ def weigh_values(
 ) -> tuple[Any, Any]:
     """weigh_values(cache, n_rows, weights, ..., out, ...): out[row] += weights[row][t] * v[t].
 
-    cache, n_rows: literals.  weights: f32[n_rows][32]; values: the page; dim: padded, a multiple of
-    16; first, end: tokens of the page; out: f32[n_rows][dim].  Strides are in bytes.
+    cache, n_rows: literals.  weights: f32[n_rows][32]; values: the page, rows of row_dim numbers of
+    which the first dim, a multiple of 16, are added up; first, end: tokens of the page; out:
+    f32[n_rows][dim].  Strides are in bytes.
     """
     if not (isinstance(cache, types.IntegerLiteral) and isinstance(n_rows, types.IntegerLiteral)):
         return None  # type: ignore[return-value]
     kind, rows = cache.literal_value, n_rows.literal_value
-    integers = [types.int64] * 8
+    integers = [types.int64] * 9
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, weights, weights_stride, values, dim, start, end, out, out_stride = args
+        _, _, weights, weights_stride, values, row_dim, dim, start, end, out, out_stride = args
 
         def span(first: Any, n_vectors: int) -> None:
             _weigh_span(
-                builder, kind, rows, (weights, weights_stride), values, dim, (start, end),
+                builder, kind, rows, (weights, weights_stride), values, row_dim, (start, end),
                 (out, out_stride), first, n_vectors,
             )  # fmt: skip
 
@@ -166,13 +224,55 @@ def _score_scaled(
             builder.store(fma(builder, part, scale, now), total)
 
 
+def _row_products(
+    builder: Any, kind: int, queries: list[Any], keys: Any, dim: Any, tokens: tuple[Any, int]
+) -> list[Any]:
+    """Vectors whose lanes add up to q . k, for each query the tokens from the first on."""
+    first, n_tokens = tokens
+    slots = accumulators(builder, len(queries) * n_tokens)
+    n_scales = builder.sdiv(dim, constant(SCALE_DIMS))
+    scales = at(builder, keys, dim, PAGE_TOKENS)
+    with cgutils.for_range(builder, builder.sdiv(dim, constant(LANES))) as loop:
+        d = builder.mul(loop.index, constant(LANES))
+        q = [load(builder, at(builder, query, d, 4)) for query in queries]
+        for t in range(n_tokens):
+            token = builder.add(first, constant(t))
+            position = builder.add(builder.mul(token, dim), d)
+            k = _load_cached(builder, kind, at(builder, keys, position, VALUE_BYTES[kind]))
+            if kind not in (F32_CACHE, F16_CACHE):
+                group = builder.sdiv(d, constant(SCALE_DIMS))
+                index = builder.add(builder.mul(token, n_scales), group)
+                scale = load(builder, at(builder, scales, index, 4), F32, 1)
+                k = builder.fmul(k, splat(builder, scale))
+            for i, value in enumerate(q):
+                slot = slots[i * n_tokens + t]
+                builder.store(fma(builder, value, k, builder.load(slot, typ=VECTOR)), slot)
+    return [builder.load(slot, typ=VECTOR) for slot in slots]
+
+
+def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
+    """One vector whose lane i is the sum of the lanes of vector i, of 16: neighbours first."""
+    distance = 1
+    while len(vectors) > 1:
+        low = [lane & ~distance | (LANES if lane & distance else 0) for lane in range(LANES)]
+        high = [index | distance for index in low]
+        picks = [ir.Constant(ir.VectorType(I32, LANES), lanes) for lanes in (low, high)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [
+            builder.fadd(*(builder.shuffle_vector(a, b, lanes) for lanes in picks))
+            for a, b in pairs
+        ]
+        distance *= 2
+    return vectors[0]
+
+
 def _weigh_span(
     builder: Any,
     kind: int,
     rows: int,
     weights: tuple[Any, Any],
     values: Any,
-    dim: Any,
+    row_dim: Any,
     tokens: tuple[Any, Any],
     out: tuple[Any, Any],
     first: Any,
@@ -188,11 +288,11 @@ def _weigh_span(
     for i in range(rows):
         for j in range(n_vectors):
             builder.store(load(builder, out_address(i, j)), totals[i][j])
-    scales = at(builder, values, dim, PAGE_TOKENS)
-    n_scales = builder.sdiv(dim, constant(SCALE_DIMS))
+    scales = at(builder, values, row_dim, PAGE_TOKENS)
+    n_scales = builder.sdiv(row_dim, constant(SCALE_DIMS))
     with cgutils.for_range(builder, tokens[1], start=tokens[0]) as loop:
         t = loop.index
-        position = builder.add(builder.mul(t, dim), first)
+        position = builder.add(builder.mul(t, row_dim), first)
         row = at(builder, values, position, VALUE_BYTES[kind])
         for j in range(n_vectors):
             v = _load_cached(

@@ -41,27 +41,30 @@ def page_scores(cache, q, n_rows, keys, dim, out):
 
 
 @kernel_njit
-def weigh_four(cache, weights, values, dim, first, end, out):
-    """out += weights times values, four rows."""
-    stride = 4 * dim
+def weigh_four(cache, weights, row, values, row_dim, dim, begin, end, out):
+    """Rows `row` to `row` + 3 of out += weights times tokens [begin, end) of the page.
+
+    row_dim: numbers of a value in the page, of which the first dim are added up.
+    """
+    w, o, step = weights + SCORE_ROW * row, out + 4 * dim * row, 4 * dim
     if cache == F16_CACHE:
-        weigh_values(F16_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+        weigh_values(F16_CACHE, 4, w, SCORE_ROW, values, row_dim, dim, begin, end, o, step)
     elif cache == F32_CACHE:
-        weigh_values(F32_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+        weigh_values(F32_CACHE, 4, w, SCORE_ROW, values, row_dim, dim, begin, end, o, step)
     else:
-        weigh_values(Q8_CACHE, 4, weights, SCORE_ROW, values, dim, first, end, out, stride)
+        weigh_values(Q8_CACHE, 4, w, SCORE_ROW, values, row_dim, dim, begin, end, o, step)
 
 
 @kernel_njit
-def weigh_one(cache, weights, values, dim, first, end, out):
-    """out += weights times values, one row."""
-    stride = 4 * dim
+def weigh_one(cache, weights, row, values, row_dim, dim, begin, end, out):
+    """Row `row` of out += weights times tokens [begin, end) of the page."""
+    w, o, step = weights + SCORE_ROW * row, out + 4 * dim * row, 4 * dim
     if cache == F16_CACHE:
-        weigh_values(F16_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
+        weigh_values(F16_CACHE, 1, w, SCORE_ROW, values, row_dim, dim, begin, end, o, step)
     elif cache == F32_CACHE:
-        weigh_values(F32_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
+        weigh_values(F32_CACHE, 1, w, SCORE_ROW, values, row_dim, dim, begin, end, o, step)
     else:
-        weigh_values(Q8_CACHE, 1, weights, SCORE_ROW, values, dim, first, end, out, stride)
+        weigh_values(Q8_CACHE, 1, w, SCORE_ROW, values, row_dim, dim, begin, end, o, step)
 
 
 @kernel_njit
@@ -77,43 +80,12 @@ def page_values(cache, weights, n_rows, values, dim, first_end, group, out):
         shared = 0
         if rows == 4:
             shared = min(PAGE_TOKENS, max(0, first_end + row // group))
-            weigh_four(
-                cache, weights + SCORE_ROW * row, values, dim, 0, shared, out + 4 * dim * row
-            )
+            weigh_four(cache, weights, row, values, dim, dim, 0, shared, out)
         for r in range(row, row + rows):
             end = min(PAGE_TOKENS, max(0, first_end + r // group))
             if end > shared:
-                weigh_one(
-                    cache, weights + SCORE_ROW * r, values, dim, shared, end, out + 4 * dim * r
-                )
+                weigh_one(cache, weights, r, values, dim, dim, shared, end, out)
         row += rows
-
-
-@kernel_njit
-def window_values(cache, weights, n_rows, values, dim, first_end, window, group, out):
-    """As `page_values`, but a row sees only the `window` tokens before its end."""
-    for row in range(0, n_rows, 4):
-        rows = min(4, n_rows - row)
-        # The row that starts last and the one that ends first bound what all four see.
-        begin = max(0, first_end + (row + rows - 1) // group - window)
-        end = min(PAGE_TOKENS, first_end + row // group)
-        shared = rows == 4 and begin < end
-        for r in range(row, row + rows):
-            r_begin = max(0, first_end + r // group - window)
-            r_end = min(PAGE_TOKENS, first_end + r // group)
-            if shared:
-                r_end = begin
-            if r_begin < r_end:
-                at = 4 * dim * r
-                weigh_one(cache, weights + SCORE_ROW * r, values, dim, r_begin, r_end, out + at)
-        if not shared:
-            continue
-        weigh_four(cache, weights + SCORE_ROW * row, values, dim, begin, end, out + 4 * dim * row)
-        for r in range(row, row + rows):
-            r_end = min(PAGE_TOKENS, first_end + r // group)
-            if end < r_end:
-                at = 4 * dim * r
-                weigh_one(cache, weights + SCORE_ROW * r, values, dim, end, r_end, out + at)
 
 
 @kernel_njit

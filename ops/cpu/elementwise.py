@@ -1,4 +1,7 @@
-"""exp and silu in compiled code: the bits of `ops.arithmetic`, 16 values at a time."""
+"""exp and gated activations in compiled code, 16 values at a time.
+
+exp and silu have the bits of `ops.arithmetic`.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +100,53 @@ def silu_mul(
 
 
 @intrinsic
+def oai_mul(
+    _: Any, gate: types.Type, up: types.Type, out: types.Type, n: types.Type, alpha: types.Type
+) -> tuple[Any, Any]:
+    """oai_mul(gate, up, out, n, alpha): out = gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        gate, up, out, n, alpha = args
+
+        def body(index: Any, count: int) -> None:
+            g = load(builder, at(builder, gate, index, 4), count=count)
+            u = load(builder, at(builder, up, index, 4), count=count)
+            one = _constant_like(g, 1.0)
+            scaled = builder.fmul(_spread(builder, alpha, count), g)
+            gated = builder.fmul(g, emit_sigmoid_times(builder, scaled, one))
+            value = builder.fmul(gated, builder.fadd(u, one))
+            store(builder, at(builder, out, index, 4), value)
+
+        emit_each(builder, n, body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4, types.float32), codegen
+
+
+@intrinsic
+def clamp_row(
+    _: Any, x: types.Type, n: types.Type, low: types.Type, high: types.Type
+) -> tuple[Any, Any]:
+    """clamp_row(x, n, low, high): x[i] within [low, high], in place; a NaN stays one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, n, low, high = args
+
+        def body(index: Any, count: int) -> None:
+            value = load(builder, at(builder, x, index, 4), count=count)
+            for order, bound in ((">", high), ("<", low)):
+                bounds = _spread(builder, bound, count)
+                beyond = builder.fcmp_ordered(order, value, bounds)
+                value = builder.select(beyond, bounds, value)
+            store(builder, at(builder, x, index, 4), value)
+
+        emit_each(builder, n, body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.float32), codegen
+
+
+@intrinsic
 def exp_minus(_: Any, x: types.Type, n: types.Type, peak: types.Type) -> tuple[Any, Any]:
     """exp_minus(x, n, peak): x[i] = e^(x[i] - peak) in place, n a multiple of 16."""
 
@@ -110,6 +160,10 @@ def exp_minus(_: Any, x: types.Type, n: types.Type, peak: types.Type) -> tuple[A
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), codegen
+
+
+def _spread(builder: Any, value: Any, count: int) -> Any:
+    return splat(builder, value) if count == LANES else value
 
 
 def _like(x: Any, element: Any) -> Any:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from ops.cpu.activation import quantize_row
-from ops.cpu.elementwise import sigmoid, silu_mul
+from ops.cpu.elementwise import clamp_row, oai_mul, silu_mul
 from ops.cpu.job import args_record, job_kernel, kernel_njit
 from ops.cpu.linear import MATRIX, multiply
 from ops.cpu.memory import array, load_i32, load_i64, store_i64
 from ops.cpu.rows import scale_row
-from ops.cpu.vector import f32_at
 
 SWIGLU, SWIGLU_CLAMPED, SWIGLU_OAI = 0, 1, 2
 OAI_ALPHA = np.float32(1.702)
 ONE = np.float32(1)
+MINUS_INFINITY = np.float32(-np.inf)
 BATCH_TOKENS = 128  # whose gate and up values fit the second-level cache
 GATE_UP_ROWS = 256  # most rows of one gate/up chunk: one activation group
 RECORD_BYTES = 1024  # of a record of GATE_UP_ROWS values
@@ -78,14 +78,11 @@ FEED_FORWARD_SCRATCH_BYTES = 4 * POINTERS + RECORD_BYTES + 2 * VALUES
 @kernel_njit
 def activate(f, gate, up, n):
     """gate = activation(gate, up) for n values."""
-    g, u = f32_at(gate), f32_at(up)
     if f.activation != SWIGLU:
-        for i in range(n):
-            g[i] = min(g[i], f.limit)
-            u[i] = max(min(u[i], f.limit), -f.limit)
+        clamp_row(gate, n, MINUS_INFINITY, f.limit)
+        clamp_row(up, n, -f.limit, f.limit)
     if f.activation == SWIGLU_OAI:
-        for i in range(n):
-            g[i] = (g[i] * sigmoid(OAI_ALPHA * g[i])) * (u[i] + ONE)
+        oai_mul(gate, up, gate, n, OAI_ALPHA)
     else:
         silu_mul(gate, up, gate, n)
 

@@ -56,6 +56,15 @@ def sigmoid_gate(_: Any, out: types.Type, gate: types.Type, n: types.Type) -> tu
 
 
 @intrinsic
+def add_gated(
+    _: Any, out: types.Type, x: types.Type, gate: types.Type, n: types.Type
+) -> tuple[Any, Any]:
+    """add_gated(out, x, gate, n): out[i] = fma(x[i], sigmoid(gate[i]), out[i])."""
+    codegen = row_loop(lambda b, v, s: fma(b, v[1], _sigmoid(b, v[2]), v[0]))
+    return types.void(ADDRESS, ADDRESS, ADDRESS, ADDRESS), codegen
+
+
+@intrinsic
 def fma_row(
     _: Any, out: types.Type, x: types.Type, y: types.Type, n: types.Type
 ) -> tuple[Any, Any]:

@@ -55,6 +55,7 @@ FUTEX_WAIT_PRIVATE = 128
 FUTEX_WAKE_PRIVATE = 129
 SPIN_CYCLES = 500_000  # about 200 us between the end of a program and sleep
 YIELD_AFTER = 1_000  # pauses (about 40 us) in one wait before the core is offered to others
+YIELD_EVERY = 32  # pauses from then on: an offer takes longer than a hand-over should
 SLEEP_US = 200  # of a worker without futex, between two looks
 WOKEN_EACH = 2  # sleepers woken by one that wakes: the submitter pays for one only
 SHARES = 4  # a worker claims this fraction of its even share of the chunks that are left
@@ -242,7 +243,7 @@ def work(control, worker):
         if now - idle_since < SPIN_CYCLES:
             pause()
             n_pauses += 1
-            if n_pauses >= YIELD_AFTER:
+            if n_pauses >= YIELD_AFTER and n_pauses % YIELD_EVERY == 0:
                 call_i64(load_i64(control + YIELD), (0,))
         else:
             sleep(control)

@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime.errors import CorruptModel, ModelError
-from runtime.models.gguf_header import MetadataValue, TensorInfo
-from runtime.models.hyperparameters import Hyperparameters
+from runtime.errors import ModelError
+from runtime.models.checked_tensors import TOKEN_EMBEDDING, CheckedTensors
+from runtime.models.gguf_header import MetadataValue
+from runtime.models.latent_attention import LatentAttentionSpec
 from runtime.models.model_type import label
 from runtime.models.rope import RopePairing, RopeSpec, YarnSpec
 from runtime.models.spec import (
+    Activation,
     AttentionSpec,
     DenseSpec,
     LayerSpec,
@@ -27,72 +29,30 @@ from runtime.models.spec import (
     RouterSpec,
     SharedExpertSpec,
 )
+from runtime.models.streams import Streams
 
-TOKEN_EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
+GATING_FUNCTIONS = (RouterScore.SOFTMAX, RouterScore.SIGMOID, RouterScore.SOFTMAX_SELECTED)
+"""By the value of the key `expert_gating_func`, from 1."""
 
 
-class SpecBuilder:
-    """Builds the spec of one model from `metadata` and `tensors`."""
+class SpecBuilder(CheckedTensors):
+    """Builds the spec of one model from its metadata and tensors."""
 
-    def __init__(
-        self,
-        path: Path,
-        architecture: str,
-        metadata: Mapping[str, MetadataValue],
-        tensors: Mapping[str, TensorInfo],
-    ) -> None:
-        self.path = path
-        self.keys = Hyperparameters(path, architecture, metadata)
-        self.n_embd = self.keys.count("embedding_length")
-        self.n_layers = self.keys.count("block_count")
-        self._tensors = tensors
-        self._used: set[str] = set()
+    def rope(
+        self, pairing: RopePairing, head_dim: int, base_key: str = "rope.freq_base"
+    ) -> RopeSpec:
+        """Rope from the keys `rope.*` and, where the file has it, the tensor rope_freqs.
 
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def tensor(self, name: str, *shape: int) -> str:
-        """`name`, after checking that the file has it with `shape` (trailing ones may be left out).
-
-        Raises: CorruptModel naming the tensor, the expected shape and the one found.
+        base_key: where the base is; a file without it has that of `rope.freq_base`.
         """
-        if name not in self._tensors:
-            raise CorruptModel(self.path, f"tensor '{name}' is missing")
-        found = self._tensors[name].shape
-        if _without_trailing_ones(found) != _without_trailing_ones(shape):
-            raise CorruptModel(
-                self.path,
-                f"tensor '{name}' has the shape {list(found)}; the metadata asks for {list(shape)}",
-            )
-        self._used.add(name)
-        return name
-
-    def optional(self, name: str, *shape: int) -> str | None:
-        """`tensor`, or None when the file does not have it."""
-        return self.tensor(name, *shape) if self.has(name) else None
-
-    def linear(self, name: str, n_in: int, n_out: int, n_expert: int | None = None) -> Linear:
-        """The matrix `name.weight`, with `name.bias` and `name.scale` where the file has them."""
-        stack = () if n_expert is None else (n_expert,)
-        return Linear(
-            weight=self.tensor(f"{name}.weight", n_in, n_out, *stack),
-            n_in=n_in,
-            n_out=n_out,
-            bias=self.optional(f"{name}.bias", n_out, *stack),
-            scale=self.optional(f"{name}.scale", *(stack or (1,))),
-            n_expert=n_expert,
-        )
-
-    def rope(self, pairing: RopePairing, head_dim: int) -> RopeSpec:
-        """Rope from the keys `rope.*` and, where the file has it, the tensor rope_freqs."""
         keys = self.keys
         n_rot = keys.count("rope.dimension_count", head_dim, at_least=2)
         if n_rot > head_dim or n_rot % 2:
             raise keys.wrong("rope.dimension_count", f"use an even number up to {head_dim}")
-        base = keys.positive("rope.freq_base", 10000.0)
+        base = keys.positive(base_key, keys.positive("rope.freq_base", 10000.0))
         if base <= 1.0:
-            raise keys.wrong("rope.freq_base", "use a number above 1")
+            raise keys.wrong(base_key, "use a number above 1")
         factors = self.optional("rope_freqs.weight", n_rot // 2)
         kind = keys.text("rope.scaling.type", "linear")
         factor = 1.0
@@ -116,9 +76,18 @@ class SpecBuilder:
         return RopeSpec(pairing, n_rot, base, factor, yarn, magnitude, factors)
 
     def attention(
-        self, layer: int, pairing: RopePairing, qk_norm: QKNorm = QKNorm.NONE
+        self,
+        layer: int,
+        pairing: RopePairing,
+        qk_norm: QKNorm = QKNorm.NONE,
+        *,
+        base_key: str = "rope.freq_base",
+        window: int | None = None,
+        may_have_sinks: bool = False,
+        value_scale: float = 1.0,
+        gated: bool = False,
     ) -> AttentionSpec:
-        """Full attention of layer `layer`, its projections fused or split as in the file."""
+        """Attention of layer `layer`, its projections fused or split as in the file."""
         keys, prefix = self.keys, f"blk.{layer}."
         n_head = keys.count_of_layer("attention.head_count", layer)
         n_head_kv = keys.count_of_layer("attention.head_count_kv", layer, n_head)
@@ -139,16 +108,79 @@ class SpecBuilder:
             n_head_kv=n_head_kv,
             head_dim_k=dim_k,
             head_dim_v=dim_v,
-            qkv=self._qkv(prefix, n_q, n_k, n_v),
+            qkv=self.qkv(prefix, n_q + gated * n_head * dim_v, n_k, n_v),
             output=self.linear(f"{prefix}attn_output", n_head * dim_v, self.n_embd),
             scale=dim_k**-0.5,
-            rope=self.rope(pairing, dim_k),
+            rope=self.rope(pairing, dim_k, base_key),
             qk_norm=qk_norm,
             q_norm=q_norm,
             k_norm=k_norm,
+            window=window,
+            sinks=self.optional(f"{prefix}attn_sinks.weight", n_head) if may_have_sinks else None,
+            value_scale=value_scale,
+            gated=gated,
         )
 
-    def dense(self, layer: int, n_ff: int, suffix: str = "") -> DenseSpec:
+    def qkv(self, prefix: str, n_q: int, n_k: int, n_v: int) -> tuple[Linear, ...]:
+        """The projections of queries, keys and values, fused or split as in the file."""
+        if self.has(f"{prefix}attn_qkv.weight"):
+            return (self.linear(f"{prefix}attn_qkv", self.n_embd, n_q + n_k + n_v),)
+        widths = {"q": n_q, "k": n_k, "v": n_v}
+        return tuple(
+            self.linear(f"{prefix}attn_{part}", self.n_embd, width)
+            for part, width in widths.items()
+        )
+
+    def latent_attention(
+        self, layer: int, rope: RopeSpec | None, scale_factor: float = 1.0
+    ) -> LatentAttentionSpec:
+        """Latent attention of layer `layer`; rope: of the last dimensions of heads, None: nowhere.
+
+        scale_factor: multiplies the usual scale, 1 / sqrt(dimensions of a head).
+        """
+        keys, prefix = self.keys, f"blk.{layer}."
+        n_head = keys.count_of_layer("attention.head_count", layer)
+        dim_latent = keys.count("attention.kv_lora_rank")
+        dim_q = keys.count("attention.key_length_mla")
+        dim_v = keys.count("attention.value_length_mla")
+        dim_rope = 0 if rope is None else rope.n_rot
+        if dim_q <= dim_rope:
+            raise keys.wrong("attention.key_length_mla", f"rope alone takes {dim_rope} dimensions")
+        width, query_norm = n_head * dim_q, None
+        if self.has(f"{prefix}attn_q_a.weight"):
+            rank = keys.count("attention.q_lora_rank")
+            query_norm = self.tensor(f"{prefix}attn_q_a_norm.weight", rank)
+            query: tuple[Linear, ...] = (
+                self.linear(f"{prefix}attn_q_a", self.n_embd, rank),
+                self.linear(f"{prefix}attn_q_b", rank, width),
+            )
+        else:
+            query = (self.linear(f"{prefix}attn_q", self.n_embd, width),)
+        return LatentAttentionSpec(
+            n_head=n_head,
+            dim_nope=dim_q - dim_rope,
+            dim_rope=dim_rope,
+            dim_latent=dim_latent,
+            dim_v=dim_v,
+            query=query,
+            query_norm=query_norm,
+            latent=self.linear(f"{prefix}attn_kv_a_mqa", self.n_embd, dim_latent + dim_rope),
+            latent_norm=self.tensor(f"{prefix}attn_kv_a_norm.weight", dim_latent),
+            key_up=self.linear(f"{prefix}attn_k_b", dim_q - dim_rope, dim_latent, n_head),
+            value_up=self.linear(f"{prefix}attn_v_b", dim_latent, dim_v, n_head),
+            output=self.linear(f"{prefix}attn_output", n_head * dim_v, self.n_embd),
+            scale=dim_q**-0.5 * scale_factor,
+            rope=rope,
+        )
+
+    def dense(
+        self,
+        layer: int,
+        n_ff: int,
+        suffix: str = "",
+        activation: Activation = Activation.SWIGLU,
+        limit: float = 0.0,
+    ) -> DenseSpec:
         """The feed-forward tensors `ffn_gate`, `ffn_up`, `ffn_down` with `suffix`."""
         name = f"blk.{layer}.ffn_{{}}{suffix}".format
         return DenseSpec(
@@ -158,6 +190,8 @@ class SpecBuilder:
                 self.linear(name("up"), self.n_embd, n_ff),
             ),
             down=self.linear(name("down"), n_ff, self.n_embd),
+            activation=activation,
+            activation_limit=limit,
         )
 
     def moe(
@@ -167,6 +201,8 @@ class SpecBuilder:
         score: RouterScore,
         renormalise: bool,
         shared: SharedExpertSpec | None = None,
+        activation: Activation = Activation.SWIGLU,
+        limit: float = 0.0,
     ) -> MoeSpec:
         """Routed experts of layer `layer`, gate and up merged or split as in the file."""
         keys, prefix = self.keys, f"blk.{layer}."
@@ -174,38 +210,79 @@ class SpecBuilder:
         n_used = keys.count("expert_used_count")
         if n_used > n_expert:
             raise keys.wrong("expert_used_count", f"the model has {n_expert} experts")
-        # Zero means "not set" in this key.
-        scaled = keys.has("expert_weights_scale") and keys.metadata.get(
-            f"{keys.architecture}.expert_weights_scale"
-        )
-        router = RouterSpec(
-            linear=self.linear(f"{prefix}ffn_gate_inp", self.n_embd, n_expert),
-            score=score,
-            renormalise=renormalise,
-            scale=keys.positive("expert_weights_scale") if scaled else 1.0,
-            selection_bias=self.optional(f"{prefix}exp_probs_b.bias", n_expert),
-        )
         merged = self.has(f"{prefix}ffn_gate_up_exps.weight")
         width = 2 * n_ff if merged else n_ff
         return MoeSpec(
             n_expert=n_expert,
             n_used=n_used,
             n_ff=n_ff,
-            router=router,
+            router=self._router(layer, score, renormalise, n_expert, n_used),
             gate_up=tuple(
                 self.linear(f"{prefix}ffn_{name}_exps", self.n_embd, width, n_expert)
                 for name in (("gate_up",) if merged else ("gate", "up"))
             ),
             down=self.linear(f"{prefix}ffn_down_exps", n_ff, self.n_embd, n_expert),
+            activation=activation,
+            activation_limit=limit,
             shared=shared,
         )
 
-    def model(self, layers: list[LayerSpec], may_be_tied: bool) -> ModelSpec:
+    def ungated_shared_expert(self, layer: int, n_ff: int) -> SharedExpertSpec | None:
+        """The shared experts of layer `layer`, `n_ff` wide each, which a file stores as one."""
+        n_shared = self.keys.count("expert_shared_count", 0, at_least=0)
+        if n_shared == 0:
+            return None
+        return SharedExpertSpec(self.dense(layer, n_shared * n_ff, "_shexp"))
+
+    def router_score(self, default: RouterScore) -> RouterScore:
+        """What the key `expert_gating_func` says; absent or 0: `default`."""
+        number = self.keys.count("expert_gating_func", 0, at_least=0)
+        if number > len(GATING_FUNCTIONS):
+            raise self.keys.wrong("expert_gating_func", f"use 0 to {len(GATING_FUNCTIONS)}")
+        return GATING_FUNCTIONS[number - 1] if number else default
+
+    def _router(
+        self, layer: int, score: RouterScore, renormalise: bool, n_expert: int, n_used: int
+    ) -> RouterSpec:
+        keys, prefix = self.keys, f"blk.{layer}."
+        # Zero means "not set" in these keys.
+        scaled = keys.has("expert_weights_scale") and keys.metadata.get(
+            f"{keys.architecture}.expert_weights_scale"
+        )
+        n_groups = max(1, keys.count("expert_group_count", 0, at_least=0))
+        n_groups_used = max(1, keys.count("expert_group_used_count", 0, at_least=0))
+        if n_expert % n_groups:
+            raise keys.wrong("expert_group_count", f"does not divide {n_expert} experts")
+        if n_groups_used > n_groups or n_used > n_expert // n_groups * n_groups_used:
+            raise keys.wrong(
+                "expert_group_used_count",
+                f"{n_groups_used} of {n_groups} groups cannot have the {n_used} experts in use",
+            )
+        return RouterSpec(
+            linear=self.linear(f"{prefix}ffn_gate_inp", self.n_embd, n_expert),
+            score=score,
+            renormalise=renormalise,
+            scale=keys.positive("expert_weights_scale") if scaled else 1.0,
+            selection_bias=self.optional(f"{prefix}exp_probs_b.bias", n_expert),
+            n_groups=n_groups,
+            n_groups_used=n_groups_used,
+        )
+
+    def model(
+        self,
+        layers: list[LayerSpec],
+        may_be_tied: bool,
+        *,
+        output_norm: str | None = None,
+        n_stream: int = 1,
+        output_streams: Streams | None = None,
+    ) -> ModelSpec:
         """The whole model; without `output.weight` the embedding table is the output matrix.
 
+        output_norm: where it is not the tensor of that name.
         Raises: CorruptModel for contradictions and for tensors that no part has asked for.
         """
-        n_vocab = self._n_vocab()
+        n_vocab = self.n_vocab()
         embedding = self.tensor(TOKEN_EMBEDDING, self.n_embd, n_vocab)
         tied = may_be_tied and not self.has(OUTPUT)
         matrix = "token_embd" if tied else "output"
@@ -218,47 +295,13 @@ class SpecBuilder:
             eps=self.keys.positive("attention.layer_norm_rms_epsilon"),
             token_embedding=embedding,
             layers=tuple(layers),
-            output_norm=self.tensor("output_norm.weight", self.n_embd),
+            output_norm=output_norm or self.tensor("output_norm.weight", self.n_embd),
             output=self.linear(matrix, self.n_embd, n_vocab),
+            n_stream=n_stream,
+            output_streams=output_streams,
         )
-        unknown = sorted(set(self._tensors) - self._used)
-        if unknown:
-            raise ModelError(
-                f"{self.path}: {len(unknown)} tensors that architecture "
-                f"'{spec.architecture}' does not know: {', '.join(unknown[:4])}"
-            )
+        self.refuse_unknown()
         return spec
-
-    def _qkv(self, prefix: str, n_q: int, n_k: int, n_v: int) -> tuple[Linear, ...]:
-        if self.has(f"{prefix}attn_qkv.weight"):
-            return (self.linear(f"{prefix}attn_qkv", self.n_embd, n_q + n_k + n_v),)
-        widths = {"q": n_q, "k": n_k, "v": n_v}
-        return tuple(
-            self.linear(f"{prefix}attn_{part}", self.n_embd, width)
-            for part, width in widths.items()
-        )
-
-    def _n_vocab(self) -> int:
-        """Rows of the embedding table, after checking it against the vocabulary."""
-        if not self.has(TOKEN_EMBEDDING):
-            raise CorruptModel(self.path, f"tensor '{TOKEN_EMBEDDING}' is missing")
-        shape = self._tensors[TOKEN_EMBEDDING].shape
-        n_vocab = shape[1] if len(shape) > 1 else 1
-        tokens = self.keys.metadata.get("tokenizer.ggml.tokens")
-        if isinstance(tokens, list) and len(tokens) != n_vocab:
-            raise CorruptModel(
-                self.path,
-                f"'tokenizer.ggml.tokens' has {len(tokens)} entries, the embedding {n_vocab} rows",
-            )
-        if self.keys.count("vocab_size", n_vocab) != n_vocab:
-            raise self.keys.wrong("vocab_size", f"the embedding has {n_vocab} rows")
-        return n_vocab
-
-
-def _without_trailing_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
 
 
 def _name(metadata: Mapping[str, MetadataValue], path: Path) -> str:

@@ -45,6 +45,38 @@ class Hyperparameters:
             raise self.wrong(key, f"use whole numbers of at least {at_least}")
         return value
 
+    def number(self, key: str) -> float:
+        """A finite number."""
+        return self._finite(key, self._value(key, None))
+
+    def number_of_layer(self, key: str, layer: int, default: float) -> float:
+        """A finite number, one for all layers or an array of one a layer."""
+        value = self._value(key, default)
+        if isinstance(value, list):
+            if layer >= len(value):
+                raise self.wrong(key, f"has {len(value)} entries, layer {layer} has none")
+            value = value[layer]
+        return self._finite(key, value)
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """An array of whole numbers from 0 to 2^64 - 1."""
+        value = self._value(key, None)
+        if not isinstance(value, list):
+            raise self.wrong(key, "use an array of whole numbers")
+        numbers = [n for n in value if type(n) is int and 0 <= n < 1 << 64]
+        if len(numbers) != len(value):
+            raise self.wrong(key, "use an array of whole numbers")
+        return tuple(numbers)
+
+    def flag_of_layer(self, key: str, layer: int) -> bool:
+        """An entry of an array of one boolean, or 0 or 1, a layer."""
+        value = self._value(key, None)
+        if not isinstance(value, list) or layer >= len(value):
+            raise self.wrong(key, f"use an array with an entry for layer {layer}")
+        if value[layer] not in (0, 1):
+            raise self.wrong(key, "use booleans, or 0 and 1")
+        return bool(value[layer])
+
     def positive(self, key: str, default: float | None = None) -> float:
         """A finite number above zero."""
         value = self._value(key, default)
@@ -71,6 +103,13 @@ class Hyperparameters:
         full = self._full(key)
         shown = repr(self.metadata.get(full))
         return CorruptModel(self.path, f"'{full}' is {shown[:60]}: {what}")
+
+    def _finite(self, key: str, value: MetadataValue) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "use a number")
+        if not math.isfinite(value):
+            raise self.wrong(key, "use a finite number")
+        return float(value)
 
     def _full(self, key: str) -> str:
         return f"{self.architecture}.{key}"

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from runtime.models.gguf_header import TensorInfo
-from runtime.models.spec import DenseSpec, LayerSpec, Linear, ModelSpec, MoeSpec
+from runtime.models.linear import Linear
+from runtime.models.spec import LayerSpec, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class LayerSizes:
     expert_bytes      one routed expert: gate, up and down
     rest_bytes        everything else, read for every token
     kv_elems          key and value numbers a token leaves behind
+    state_bytes       recurrent state of a sequence, whatever its length
     """
 
     n_expert: int
@@ -24,6 +26,7 @@ class LayerSizes:
     expert_bytes: int
     rest_bytes: int
     kv_elems: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,14 @@ class ModelSizes:
 
     embedding_bytes  the embedding table, of which a token reads one row
     output_bytes     output norm and matrix (a tied matrix counts here for reading only)
+    memory_bytes     other tables of which a token reads a few rows, from the map
     """
 
     layers: tuple[LayerSizes, ...]
     embedding_bytes: int
     output_bytes: int
     output_is_tied: bool
+    memory_bytes: int = 0
 
     @property
     def expert_bytes(self) -> int:
@@ -52,7 +57,7 @@ class ModelSizes:
     @property
     def total_bytes(self) -> int:
         held = 0 if self.output_is_tied else self.embedding_bytes
-        return self.expert_bytes + self.dense_bytes + held
+        return self.expert_bytes + self.dense_bytes + held + self.memory_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -64,46 +69,42 @@ class ModelSizes:
     def kv_elems_per_token(self) -> int:
         return sum(layer.kv_elems for layer in self.layers)
 
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one sequence."""
+        return sum(layer.state_bytes for layer in self.layers)
+
 
 def model_sizes(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> ModelSizes:
     """The sizes of the model described by `spec`."""
-    output = [spec.output_norm, *_names([spec.output])]
+    streams = () if spec.output_streams is None else spec.output_streams.linears
+    output = [spec.output_norm, *_names([*streams, spec.output])]
     return ModelSizes(
         layers=tuple(_layer_sizes(layer, tensors) for layer in spec.layers),
         embedding_bytes=tensors[spec.token_embedding].n_bytes,
         output_bytes=_n_bytes(output, tensors),
         output_is_tied=spec.output_is_tied,
+        memory_bytes=_n_bytes(spec.memory_tables, tensors),
     )
 
 
 def _layer_sizes(layer: LayerSpec, tensors: Mapping[str, TensorInfo]) -> LayerSizes:
-    mixer, feed_forward = layer.mixer, layer.feed_forward
-    rest = [layer.mixer_norm, layer.feed_forward_norm, *_names([*mixer.qkv, mixer.output])]
-    rest += [name for name in (mixer.q_norm, mixer.k_norm, mixer.sinks) if name]
+    feed_forward, cached = layer.feed_forward, layer.mixer.cached
     n_expert = n_used = expert_bytes = 0
+    experts: tuple[Linear, ...] = ()
     if isinstance(feed_forward, MoeSpec):
         n_expert, n_used = feed_forward.n_expert, feed_forward.n_used
-        experts = _names([*feed_forward.gate_up, feed_forward.down])
-        expert_bytes = _n_bytes(experts, tensors) // n_expert
-        rest += _names([feed_forward.router.linear])
-        if feed_forward.router.selection_bias:
-            rest.append(feed_forward.router.selection_bias)
-        if feed_forward.shared is not None:
-            rest += _dense_names(feed_forward.shared.dense)
-            rest += _names([feed_forward.shared.gate] if feed_forward.shared.gate else [])
-    else:
-        rest += _dense_names(feed_forward)
+        experts = feed_forward.expert_linears
+        expert_bytes = _n_bytes(_names(experts), tensors) // n_expert
+    rest = [linear for linear in layer.linears if linear not in experts]
     return LayerSizes(
         n_expert=n_expert,
         n_used=n_used,
         expert_bytes=expert_bytes,
-        rest_bytes=_n_bytes(rest, tensors),
-        kv_elems=mixer.n_k + mixer.n_v,
+        rest_bytes=_n_bytes([*_names(rest), *layer.vectors], tensors),
+        kv_elems=0 if cached is None else cached.n_elems,
+        state_bytes=layer.state_bytes,
     )
-
-
-def _dense_names(dense: DenseSpec) -> list[str]:
-    return _names([*dense.gate_up, dense.down])
 
 
 def _names(linears: Iterable[Linear]) -> list[str]:

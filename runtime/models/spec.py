@@ -9,25 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from runtime.models.delta_net import DeltaNetSpec
+from runtime.models.indexer import IndexerSpec
+from runtime.models.kv_shape import KVShape
+from runtime.models.latent_attention import LatentAttentionSpec
+from runtime.models.linear import Linear as Linear
+from runtime.models.ngram_memory import NgramMemorySpec
 from runtime.models.rope import RopeSpec
-
-
-@dataclass(frozen=True)
-class Linear:
-    """y = scale * (W x) + bias.
-
-    weight    n_out rows of n_in values; with `n_expert`, that many such matrices one after another
-    bias      f32[n_out], or f32[n_expert, n_out]
-    scale     one f32, or f32[n_expert] (files quantized to NVFP4 have it); None: 1
-    n_expert  None: one matrix
-    """
-
-    weight: str
-    n_in: int
-    n_out: int
-    bias: str | None = None
-    scale: str | None = None
-    n_expert: int | None = None
+from runtime.models.streams import Streams
 
 
 class QKNorm(Enum):
@@ -48,7 +37,10 @@ class AttentionSpec:
     rope         None: no position embedding
     window       a key is seen while 0 <= position_q - position_k < window; None: every earlier key
     sinks        name of f32[n_head]: exp(sink) joins each head's softmax denominator; None: none
-    value_scale  multiplies the attention's output
+    value_scale  multiplies the values
+    gated        each head's queries are followed by head_dim_v gates (n_q + n_gate values in all,
+                 then K and V): the attention's output is multiplied by their sigmoid
+    indexer      chooses what a token reads; None: every key that the window lets it see
     """
 
     n_head: int
@@ -65,11 +57,18 @@ class AttentionSpec:
     window: int | None = None
     sinks: str | None = None
     value_scale: float = 1.0
+    gated: bool = False
+    indexer: IndexerSpec | None = None
 
     @property
     def n_q(self) -> int:
         """Values of one token's queries."""
         return self.n_head * self.head_dim_k
+
+    @property
+    def n_gate(self) -> int:
+        """Values of one token's output gates."""
+        return self.n_head * self.head_dim_v if self.gated else 0
 
     @property
     def n_k(self) -> int:
@@ -82,11 +81,30 @@ class AttentionSpec:
         return self.n_head_kv * self.head_dim_v
 
     @property
+    def cached(self) -> KVShape:
+        n_index = 0 if self.indexer is None else self.indexer.n_cached
+        return KVShape(self.n_head_kv, self.head_dim_k, self.head_dim_v, n_index)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence leaves in a state beside the cache."""
+        return 0 if self.indexer is None else self.indexer.state_bytes
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
-        return (*self.qkv, self.output)
+        index = () if self.indexer is None else self.indexer.linears
+        return (*self.qkv, *index, self.output)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the tensors that are no matrices."""
+        index = () if self.indexer is None else self.indexer.vectors
+        return (*(name for name in (self.q_norm, self.k_norm, self.sinks) if name), *index)
 
 
-Mixer = AttentionSpec  # the union of what mixes tokens; a new kind joins here
+Mixer = (
+    AttentionSpec | LatentAttentionSpec | DeltaNetSpec
+)  # the union of what mixes tokens; a new kind joins here
 
 
 class Activation(Enum):
@@ -118,6 +136,11 @@ class DenseSpec:
     @property
     def linears(self) -> tuple[Linear, ...]:
         return (*self.input_linears, self.down)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the tensors that are no matrices."""
+        return ()
 
 
 class RouterScore(Enum):
@@ -193,22 +216,61 @@ class MoeSpec:
         shared_down = () if self.shared is None else (self.shared.dense.down,)
         return (*self.input_linears, self.down, *shared_down)
 
+    @property
+    def expert_linears(self) -> tuple[Linear, ...]:
+        """Those of which a token uses some experts only."""
+        return (*self.gate_up, self.down)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the tensors that are no matrices."""
+        bias = self.router.selection_bias
+        return () if bias is None else (bias,)
+
 
 FeedForward = DenseSpec | MoeSpec
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x += mixer(rms_norm(x, mixer_norm)); x += feed_forward(rms_norm(x, feed_forward_norm))."""
+    """x += mixer(rms_norm(x, mixer_norm)); x += feed_forward(rms_norm(x, feed_forward_norm)).
+
+    mixer_streams, feed_forward_streams   in a model with several residual streams, what each block
+                                          reads of them, with its norm; None: there is one stream
+    memory                                is added to the streams before all else
+    """
 
     mixer_norm: str
     mixer: Mixer
     feed_forward_norm: str
     feed_forward: FeedForward
+    mixer_streams: Streams | None = None
+    feed_forward_streams: Streams | None = None
+    memory: NgramMemorySpec | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (*self.mixer.linears, *self.feed_forward.linears)
+        beside = tuple(linear for part in self._beside for linear in part.linears)
+        return (*beside, *self.mixer.linears, *self.feed_forward.linears)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the tensors that are no matrices."""
+        norms = (self.mixer_norm, self.feed_forward_norm)
+        beside = tuple(name for part in self._beside for name in part.vectors)
+        return (*norms, *beside, *self.mixer.vectors, *self.feed_forward.vectors)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence leaves behind beside its keys and values: the mixer's, the memory's."""
+        memory = 0 if self.memory is None else self.memory.state_bytes
+        return self.mixer.state_bytes + memory
+
+    @property
+    def _beside(self) -> tuple[Streams | NgramMemorySpec, ...]:
+        """The parts beside the two blocks."""
+        parts = (self.memory, self.mixer_streams, self.feed_forward_streams)
+        return tuple(part for part in parts if part is not None)
 
 
 @dataclass(frozen=True)
@@ -217,6 +279,7 @@ class ModelSpec:
 
     n_ctx_train  context the model was trained for
     eps          of every RMS norm: x / sqrt(mean(x^2) + eps) * weight
+    n_stream     residual streams; output_streams: what the output reads of several
     """
 
     architecture: str
@@ -229,6 +292,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     output_norm: str
     output: Linear
+    n_stream: int = 1
+    output_streams: Streams | None = None
 
     @property
     def output_is_tied(self) -> bool:
@@ -241,9 +306,29 @@ class ModelSpec:
         return max((f.n_expert for f in self._moe()), default=0)
 
     @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one sequence; 0: no layer is recurrent."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix that is multiplied."""
-        return (*(linear for layer in self.layers for linear in layer.linears), self.output)
+        streams = () if self.output_streams is None else self.output_streams.linears
+        layers = (linear for layer in self.layers for linear in layer.linears)
+        return (*layers, *streams, self.output)
+
+    @property
+    def n_previous(self) -> int:
+        """Tokens before a token that its layers look at by their ids."""
+        return max((memory.n_gram - 1 for memory in self._memories()), default=0)
+
+    @property
+    def memory_tables(self) -> tuple[str, ...]:
+        """Tensors beside the embedding of which a token reads a few rows."""
+        return tuple(memory.table for memory in self._memories())
+
+    def _memories(self) -> list[NgramMemorySpec]:
+        return [memory for layer in self.layers if (memory := layer.memory) is not None]
 
     def _moe(self) -> list[MoeSpec]:
         return [f for layer in self.layers if isinstance(f := layer.feed_forward, MoeSpec)]

@@ -25,6 +25,7 @@ from ops.cpu.linear import MATRIX
 from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
 from ops.cpu.memory import array
 from ops.cpu.program import aligned
+from ops.gpu.activate import activated
 from ops.quants import FORMATS
 from ops.quants.block import ACTIVATION_GROUP
 from tests.support.blocks import random_blocks
@@ -107,7 +108,14 @@ class Experts:
 
 @pytest.mark.parametrize(
     ("name", "n_ff", "gate_up_rows"),
-    [("Q4_K", 512, 256), ("Q6_K", 256, 256), ("Q8_0", 96, 64), ("Q8_0", 96, 32), ("F32", 40, 16)],
+    [
+        ("Q4_K", 512, 256),
+        ("Q6_K", 256, 256),
+        ("Q8_0", 96, 64),
+        ("Q8_0", 96, 32),
+        ("F32", 40, 16),
+        ("MXFP4", 2880, 256),
+    ],
 )
 def test_experts_have_the_bits_of_the_contract(name: str, n_ff: int, gate_up_rows: int) -> None:
     rng = np.random.default_rng(n_ff)
@@ -133,16 +141,21 @@ def run_activate(block, gate, up, n):
     activate(array(block, 1, FEED_FORWARD)[0], gate, up, n)
 
 
-@pytest.mark.parametrize("activation", [SWIGLU_CLAMPED, SWIGLU_OAI])
-def test_other_activations(activation: int) -> None:
+@pytest.mark.parametrize(
+    ("activation", "name"), [(SWIGLU_CLAMPED, "swiglu_clamped"), (SWIGLU_OAI, "swiglu_oai")]
+)
+def test_other_activations(activation: int, name: str) -> None:
+    """The bits of the definition, and what the formula says."""
     rng = np.random.default_rng(activation)
-    gate, up = (rng.normal(size=(2, 40)) * 6).astype(np.float32)
+    gate, up = (rng.normal(size=(2, 43)) * 6).astype(np.float32)
+    gate[3], up[5], gate[40] = np.nan, np.nan, -np.inf
     out, other = gate.copy(), up.copy()
     block = job_args(FEED_FORWARD, activation=activation, limit=7.0)
-    run_activate(block.ctypes.data, out.ctypes.data, other.ctypes.data, 40)
-    g, u = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7)
+    run_activate(block.ctypes.data, out.ctypes.data, other.ctypes.data, 43)
+    assert np.array_equal(out, activated(name, gate, up, 7.0), equal_nan=True)
+    assert np.isnan(out[[3, 5]]).all()
+    g, u = np.minimum(gate[6:40].astype(np.float64), 7), np.clip(up[6:40].astype(np.float64), -7, 7)
+    expected = g / (1 + np.exp(-g)) * u
     if activation == SWIGLU_OAI:
         expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
-    else:
-        expected = g / (1 + np.exp(-g)) * u
-    assert np.allclose(out, expected, rtol=1e-5, atol=1e-6)
+    assert np.allclose(out[6:40], expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,280 @@
+"""Experts that a GPU's step misses, computed by the team: the CPU's side of `ops.exchange`.
+
+Two jobs a MoE layer. `receive` waits until the GPU posts the layer, or has gone past it, and sets
+the number of chunks of the other one: none if the layer misses nothing. The first chunks of `serve`
+compute hidden values, the others quantize them, multiply, and write the answers. A chunk goes
+through all tokens of its expert, so weights are read once a step.
+
+There is no barrier between the two kinds of chunks: down waits for its own expert's hidden values.
+Chunks are claimed in order, so whoever waits does so for workers that are at it. Hidden values
+travel as f32, because chunks of a single missed expert are far smaller than what a scale spans;
+every down chunk quantizes anew, which is a fraction of its work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ops import exchange
+from ops.cpu.activation import quantize_row
+from ops.cpu.experts import (
+    BATCH_TOKENS,
+    FEED_FORWARD,
+    FEED_FORWARD_SCRATCH_BYTES,
+    GATE_UP_ROWS,
+    gate_up_batch,
+    slots_of,
+)
+from ops.cpu.job import args_record, job_kernel, kernel_njit
+from ops.cpu.linear import MATRIX, multiply
+from ops.cpu.memory import (
+    array,
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_i64,
+    load_i32,
+    load_i64,
+    pause,
+    store_i32,
+    store_i64,
+)
+from ops.cpu.walk import YIELD_AFTER, YIELD_EVERY, cycle_counter
+
+SERVE = args_record(
+    "serve",
+    exchange="i8",
+    done="i8",
+    step="i8",
+    layer="i8",
+    n_layers="i8",
+    n_used="i8",
+    records_offset="i8",
+    answers_offset="i8",
+    experts="i8",
+    counts="i8",
+    active="i8",
+    offsets="i8",
+    slot_tokens="i8",
+    answers="i8",
+    finished="i8",
+    chunks="i8",
+    n_gate_up="i8",
+    gate_up_rows="i8",
+    down_rows="i8",
+    hidden_group="i8",
+    hidden_bytes="i8",
+    n_workers="i8",
+    sched_yield="i8",
+    scratch="i8",
+    scratch_bytes="i8",
+)
+"""What the two jobs of one layer share.
+
+exchange      memory as in `ops.exchange`; records_offset and answers_offset lie in it
+done          u32 epoch of the last step that has ended
+step          i64[2]: epoch of the step that is served; not 0: give up waiting
+experts       FEED_FORWARD record; x are the posted records, hidden values f32, nothing goes to out
+counts        i32[n_expert], zero between layers
+active, offsets, slot_tokens   as in `ops.cpu.router`, over missed slots
+answers       i32: place of each missed slot in the posted list
+finished      i64: finished gate and up chunks of each active expert
+chunks        address of the number of chunks of `serve`
+n_gate_up     how many of them are of gate and up, the first ones; set by `receive`
+*_rows        rows of a chunk; set by `receive`
+hidden_group  values under a scale of down's activation records, 1: f32; hidden_bytes of a record
+sched_yield   address of the C function
+"""
+
+EPOCH, ABORT = 0, 8
+CHUNKS_A_WORKER = 6
+GATE_UP_STEP, DOWN_STEP = 16, 32
+"""Rows of a chunk are a multiple: fewer cost more to claim than they even out."""
+DOWN_ROWS = 512
+"""Most rows of a down chunk."""
+DOWN_TOKENS = 32
+"""Tokens whose values and records a down chunk keeps at once."""
+BEAT_CYCLES = 1 << 20  # well below a millisecond: the line stays in every core's cache meanwhile
+BEAT_PAUSES = 256
+U32 = 0xFFFFFFFF
+HALF = 0x80000000
+
+
+def serve_scratch_bytes(hidden_bytes: int) -> int:
+    """Of a worker, before the matrix product's own; hidden_bytes of down's records."""
+    down = 2 * 8 * DOWN_TOKENS + DOWN_TOKENS * (hidden_bytes + 4 * DOWN_ROWS)
+    return max(FEED_FORWARD_SCRATCH_BYTES, down)
+
+
+@kernel_njit
+def beat(a):
+    """Show that the team is alive, if nobody has done so lately."""
+    heartbeat = a.exchange + exchange.HEARTBEAT
+    now = cycle_counter()
+    if now - load_i64(heartbeat) > BEAT_CYCLES or now < load_i64(heartbeat):
+        atomic_store(heartbeat, now)
+
+
+@kernel_njit
+def wait_for_layer(a):
+    """True once the layer is posted; False if it misses nothing, or the step is given up."""
+    epoch = load_i64(a.step + EPOCH)
+    number = (epoch * a.n_layers + a.layer + 1) & U32
+    n_pauses = 0
+    while True:
+        ahead = (atomic_load(a.exchange + exchange.POSTED) - number) & U32
+        if ahead == 0:
+            return True
+        if ahead < HALF:
+            return False
+        done = np.int64(load_i32(a.done))
+        if (done - epoch) & U32 < HALF or load_i64(a.step + ABORT) != 0:
+            # The step ended, so a post of this layer came before.
+            return (atomic_load(a.exchange + exchange.POSTED) - number) & U32 == 0
+        pause()
+        n_pauses += 1
+        if n_pauses % BEAT_PAUSES == 0:
+            beat(a)
+        if n_pauses > YIELD_AFTER and n_pauses % YIELD_EVERY == 0:
+            call_i64(a.sched_yield, (0,))
+
+
+@kernel_njit
+def group_misses(a, n_misses):
+    """Counting sort of the posted slots by expert, in the order of each one's first slot."""
+    misses = a.exchange + exchange.MISSES
+    counts = array(a.counts, 1 << 16, np.int32)
+    active, offsets = array(a.active, n_misses, np.int32), array(a.offsets, n_misses + 1, np.int32)
+    n_active = 0
+    for i in range(n_misses):
+        expert = (load_i32(misses + 4 * i) >> 16) & 0xFFFF
+        if counts[expert] == 0:
+            active[n_active] = expert
+            n_active += 1
+        counts[expert] += 1
+    first = 0
+    for i in range(n_active):
+        expert = active[i]
+        offsets[i] = first
+        first += counts[expert]
+        counts[expert] = offsets[i]
+    offsets[n_active] = first
+    for i in range(n_misses):
+        word = load_i32(misses + 4 * i)
+        expert = (word >> 16) & 0xFFFF
+        slot = np.int64(counts[expert])
+        counts[expert] += 1
+        store_i32(a.slot_tokens + 4 * slot, np.int32((word & 0xFFFF) // a.n_used))
+        store_i32(a.answers + 4 * slot, np.int32(i))
+    for i in range(n_active):
+        counts[active[i]] = 0
+    return n_active
+
+
+@kernel_njit
+def rows_of_a_chunk(n_rows, n_workers, step, most):
+    """So many that every worker has some chunks to take."""
+    rows = n_rows // (n_workers * CHUNKS_A_WORKER)
+    return min(max(rows // step * step, step), most)
+
+
+@job_kernel
+def receive(args: int, chunk: int, worker: int) -> None:
+    """Wait for the layer, sort what it misses, and cut it into chunks."""
+    a = array(args, 1, SERVE)[0]
+    beat(a)
+    if not wait_for_layer(a):
+        store_i64(a.chunks, 0)
+        return
+    n_misses = np.int64(load_i32(a.exchange + exchange.N_MISSES))
+    n_active = group_misses(a, n_misses)
+    for i in range(n_active):
+        store_i64(a.finished + 8 * i, 0)
+    f = array(a.experts, 1, FEED_FORWARD)[0]
+    rows = rows_of_a_chunk(n_active * f.n_ff, a.n_workers, GATE_UP_STEP, GATE_UP_ROWS)
+    a.gate_up_rows = rows
+    a.n_gate_up = n_active * ((f.n_ff + rows - 1) // rows)
+    rows = rows_of_a_chunk(n_active * f.n_out, a.n_workers, DOWN_STEP, DOWN_ROWS)
+    a.down_rows = rows
+    store_i64(a.chunks, a.n_gate_up + n_active * ((f.n_out + rows - 1) // rows))
+
+
+@kernel_njit
+def gate_up_chunk(a, f, index, scratch):
+    """Some hidden rows of one missed expert."""
+    per_expert = (f.n_ff + a.gate_up_rows - 1) // a.gate_up_rows
+    expert, slot, end_slot = slots_of(f, index // per_expert, 0)
+    first_row = index % per_expert * a.gate_up_rows
+    n_rows = min(a.gate_up_rows, f.n_ff - first_row)
+    while slot < end_slot:
+        n = min(BATCH_TOKENS, end_slot - slot)
+        gate_up_batch(f, expert, slot, n, first_row, n_rows, scratch)
+        slot += n
+    atomic_add(a.finished + 8 * (index // per_expert), 1)
+
+
+@kernel_njit
+def answer_row(target, values, n, number):
+    """Store n f32 as words that carry the layer's number."""
+    words, bits = array(target, n, np.int64), array(values, n, np.int32)
+    tag = number << 32
+    for i in range(n):
+        words[i] = tag | (np.int64(bits[i]) & U32)
+
+
+@kernel_njit
+def answer_batch(a, f, expert, first_slot, n, rows, scratch):
+    """Answers of some rows of up to DOWN_TOKENS slots; rows: (first, end)."""
+    first_row, end_row = rows
+    n_rows = end_row - first_row
+    x_ptrs, y_ptrs = scratch, scratch + 8 * DOWN_TOKENS
+    records = scratch + 2 * 8 * DOWN_TOKENS
+    values = records + DOWN_TOKENS * a.hidden_bytes
+    for t in range(n):
+        hidden = f.hidden + (first_slot + t) * f.hidden_stride
+        if a.hidden_group != 1:
+            quantize_row(a.hidden_group, hidden, f.n_ff, records + t * a.hidden_bytes)
+            hidden = records + t * a.hidden_bytes
+        store_i64(x_ptrs + 8 * t, hidden)
+        store_i64(y_ptrs + 8 * t, values + 4 * (t * n_rows - first_row))
+    down = array(f.down, 1, MATRIX)[0]
+    room = values + 4 * DOWN_TOKENS * DOWN_ROWS
+    multiply(down, expert, first_row, end_row, x_ptrs, y_ptrs, n, room)
+    number = (load_i64(a.step + EPOCH) * a.n_layers + a.layer + 1) & U32
+    for t in range(n):
+        place = np.int64(load_i32(a.answers + 4 * (first_slot + t))) * f.n_out + first_row
+        target = a.exchange + a.answers_offset + exchange.ANSWER_BYTES * place
+        answer_row(target, values + 4 * t * n_rows, n_rows, number)
+
+
+@kernel_njit
+def down_chunk(a, f, index, scratch):
+    """Some output rows of one missed expert, as answers."""
+    per_expert = (f.n_out + a.down_rows - 1) // a.down_rows
+    expert, slot, end_slot = slots_of(f, index // per_expert, 0)
+    first_row = index % per_expert * a.down_rows
+    rows = first_row, min(f.n_out, first_row + a.down_rows)
+    n_expected = (f.n_ff + a.gate_up_rows - 1) // a.gate_up_rows
+    n_pauses = 0
+    while atomic_load(a.finished + 8 * (index // per_expert)) < n_expected:
+        pause()
+        n_pauses += 1
+        if n_pauses > YIELD_AFTER and n_pauses % YIELD_EVERY == 0:
+            call_i64(a.sched_yield, (0,))
+    while slot < end_slot:
+        n = min(DOWN_TOKENS, end_slot - slot)
+        answer_batch(a, f, expert, slot, n, rows, scratch)
+        slot += n
+
+
+@job_kernel
+def serve(args: int, chunk: int, worker: int) -> None:
+    """A chunk of either kind."""
+    a = array(args, 1, SERVE)[0]
+    beat(a)
+    f = array(a.experts, 1, FEED_FORWARD)[0]
+    scratch = a.scratch + worker * a.scratch_bytes
+    if chunk < a.n_gate_up:
+        gate_up_chunk(a, f, chunk, scratch)
+    else:
+        down_chunk(a, f, chunk - a.n_gate_up, scratch)

@@ -1,0 +1,144 @@
+"""The team's side of the exchange: posted misses become answers with the contract's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ops import exchange
+from ops.cpu.formats import KERNEL_FORMATS
+from ops.cpu.program import aligned
+from ops.cpu.team import Team, acquire_team
+from ops.exchange import ExchangeLayout, sequence
+from ops.quants import FORMATS
+from runtime.experts.serve_program import ServeProgram, record_bytes
+from tests.support.moe_layers import MoeLayers
+
+EPOCH = 41
+N_EXPERT, N_USED = 6, 3
+Bytes = NDArray[np.uint8]
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    with acquire_team(2) as shared:
+        yield shared
+
+
+class Served:
+    """Layers, the memory of an exchange, and the program that answers in it."""
+
+    def __init__(self, layers: MoeLayers, n_tokens: int, team: Team) -> None:
+        self.layers, self.team = layers, team
+        widths = [record_bytes(layers.weights, spec) for spec in layers.specs]
+        rows = max(spec.down.n_out for spec in layers.specs)
+        self.layout = ExchangeLayout(n_tokens * N_USED, n_tokens, max(widths), rows)
+        self.memory = aligned(self.layout.n_bytes, np.uint8, 256)
+        self.done = aligned(1, np.uint32)
+        self.serve = ServeProgram(
+            layers.weights, layers.specs, self.layout, self.memory.ctypes.data,
+            self.done.ctypes.data, team.n_threads,
+        )  # fmt: skip
+
+    def post(self, layer: int, records: Bytes, misses: NDArray[np.uint32], epoch: int) -> None:
+        """What the GPU does: misses u32[n], slot | expert << 16."""
+        memory, number = self.memory, sequence(epoch, len(self.layers.specs), layer)
+        memory[exchange.MISSES :][: misses.nbytes] = misses.view(np.uint8)
+        memory[self.layout.records_offset :][: records.size] = records.reshape(-1)
+        header = np.array([len(misses), len(records)], np.uint32)
+        memory[exchange.N_MISSES :][:8] = header.view(np.uint8)
+        memory[exchange.POSTED :][:4].view(np.uint32)[0] = number
+
+    def answers(self, layer: int, n_misses: int) -> tuple[NDArray[np.float32], set[int]]:
+        """f32[n_misses, n_rows] and the numbers that the words carry."""
+        n_rows = self.layers.specs[layer].down.n_out
+        words = self.memory[self.layout.answers_offset :].view(np.uint32)[: 2 * n_misses * n_rows]
+        pairs = words.reshape(n_misses, n_rows, 2)
+        return pairs[..., 0].copy().view(np.float32), set(pairs[..., 1].reshape(-1).tolist())
+
+
+def random_misses(rng: np.random.Generator, n_tokens: int, share: float) -> NDArray[np.uint32]:
+    """Some slots of a step whose tokens each use N_USED different experts."""
+    choices = np.array([rng.permutation(N_EXPERT)[:N_USED] for _ in range(n_tokens)])
+    slots = np.flatnonzero(rng.random(n_tokens * N_USED) < share)
+    slots = slots if len(slots) else np.array([n_tokens * N_USED - 1])
+    return (slots | choices.reshape(-1)[slots] << 16).astype(np.uint32)
+
+
+FORMATS_SERVED = [name for name in KERNEL_FORMATS if name in FORMATS]
+
+
+@pytest.mark.parametrize("name", FORMATS_SERVED)
+@pytest.mark.parametrize("n_tokens", [1, 31])
+def test_answers_have_the_bits_of_the_contract(name: str, n_tokens: int, team: Team) -> None:
+    rng = np.random.default_rng(n_tokens)
+    layers = MoeLayers()
+    layers.add(name, name, (256, 512), N_EXPERT, N_USED)
+    served = Served(layers, n_tokens, team)
+    x = rng.normal(size=(n_tokens, 256)).astype(np.float32)
+    misses = random_misses(rng, n_tokens, 0.5)
+    served.post(0, layers.records(0, x), misses, EPOCH)
+    served.serve.begin(EPOCH)
+    team.run(served.serve.program)
+    answers, numbers = served.answers(0, len(misses))
+    assert numbers == {sequence(EPOCH, 1, 0)}
+    for answer, miss in zip(answers, misses, strict=True):
+        token, expert = int(miss & 0xFFFF) // N_USED, int(miss >> 16)
+        expected = layers.expected(0, x[token : token + 1], expert)[0]
+        assert np.array_equal(answer.view(np.uint32), expected.view(np.uint32))
+    served.serve.program.close()
+
+
+def test_layers_without_misses_are_passed_over(team: Team) -> None:
+    rng = np.random.default_rng(5)
+    layers = MoeLayers()
+    for _ in range(4):
+        layers.add("Q4_K", "Q8_0", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 2, team)
+    x = rng.normal(size=(2, 256)).astype(np.float32)
+    misses = random_misses(rng, 2, 0.7)
+    served.post(2, layers.records(2, x), misses, 7)
+    served.done[0] = 6
+    served.serve.begin(7)
+    team.submit(served.serve.program)
+    while len(served.answers(2, len(misses))[1]) != 1 or served.memory[128:136].max() == 0:
+        assert served.serve.program.running  # layer 3 may still be posted
+    served.done[0] = 7
+    served.serve.program.wait()
+    answers, numbers = served.answers(2, len(misses))
+    assert numbers == {sequence(7, 4, 2)}
+    token, expert = int(misses[0] & 0xFFFF) // N_USED, int(misses[0] >> 16)
+    assert np.array_equal(answers[0], layers.expected(2, x[token : token + 1], expert)[0])
+    served.serve.program.close()
+
+
+@pytest.mark.parametrize("epoch", [1, (1 << 32) - 1])
+def test_numbers_go_on_where_they_wrap(epoch: int, team: Team) -> None:
+    layers = MoeLayers()
+    layers.add("Q8_0", "Q8_0", (64, 64), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    before = (epoch - 1) % (1 << 32)
+    served.memory[:4].view(np.uint32)[0] = sequence(before, 1, 0)
+    served.done[0] = before
+    served.serve.begin(epoch)
+    team.submit(served.serve.program)
+    x = np.ones((1, 64), np.float32)
+    served.post(0, layers.records(0, x), np.array([2 | 4 << 16], np.uint32), epoch)
+    served.serve.program.wait()
+    assert np.array_equal(served.answers(0, 1)[0][0], layers.expected(0, x, 4)[0])
+    served.serve.program.close()
+
+
+def test_a_step_that_is_given_up_ends(team: Team) -> None:
+    layers = MoeLayers()
+    layers.add("Q8_0", "Q8_0", (64, 64), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    served.serve.begin(3)
+    team.submit(served.serve.program)
+    assert served.serve.program.running
+    served.serve.abort()
+    served.serve.program.wait()
+    served.serve.program.close()
