@@ -9,7 +9,7 @@ from pathlib import Path
 from runtime.errors import ConfigError
 
 CACHE_TYPES = ("f16", "f32", "q8_0")
-DEVICES = ("auto", "cpu", "fake")
+DEVICES = ("auto", "cpu", "cuda", "fake")
 AUTO_PARALLEL = 4
 AUTO_CONTEXT = 8192  # tokens: room for a conversation; trained contexts can be a hundred times that
 MIN_CONTEXT = 2  # one prompt token and one generated one
@@ -22,6 +22,8 @@ RANGES = {
     "n_parallel": (1, 1024),
     "n_threads": (1, 1024),
     "n_batch": (1, 1 << 14),
+    "moe_expert_cache": (-1, 1 << 16),
+    "n_snapshots": (0, 1024),
 }
 
 
@@ -36,7 +38,13 @@ class EngineConfig:
     n_threads       CPU workers; None: those of the engine that runs already, else one per core
     n_batch         tokens of one prompt chunk
     cache_type_k/v  storage of attention keys and values: f16, f32 or q8_0
-    device          auto, cpu, or fake (pretends to compute: tests of everything around it)
+    device          auto (cuda where a GPU can compute the model, else cpu), cpu, cuda, or fake
+                    (pretends to compute: tests of everything around it)
+    vram_limit      GiB of the GPU's memory to use at most, as if the card were smaller; None: all
+    moe_expert_cache  routed experts of a layer that the GPU holds; -1: as many as fit, 0: none
+    n_snapshots     of a model with recurrent layers: states kept for each parallel sequence, for
+                    prompts that start alike; None: what an eighth of the free memory holds, 2 to 32
+                    in all
     prefix_cache    keep the KV of finished sequences and reuse it for prompts that start alike
     name_bus_errors for main programs: end the process with one line that names the model file when
                     the file is truncated under its map (the SIGBUS handler is the process's)
@@ -50,6 +58,9 @@ class EngineConfig:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     device: str = "auto"
+    vram_limit: float | None = None
+    moe_expert_cache: int = -1
+    n_snapshots: int | None = None
     prefix_cache: bool = True
     name_bus_errors: bool = False
 
@@ -62,6 +73,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} = {value!r}: use a whole number of {lowest} to {highest}"
                 )
+        if self.vram_limit is not None and not 0 < self.vram_limit < 1 << 20:
+            raise ConfigError(f"vram_limit = {self.vram_limit!r}: use GiB, a number above 0")
         if self.n_ctx and self.n_parallel and self.n_ctx // self.n_parallel < MIN_CONTEXT:
             raise ConfigError(
                 f"n_ctx = {self.n_ctx} with n_parallel = {self.n_parallel} leaves "

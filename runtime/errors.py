@@ -43,6 +43,10 @@ class TemplateError(ModelError):
     """A chat template is missing, invalid, or exceeded its limits."""
 
 
+class ComputeError(EngineError):
+    """A step gave no numbers, or not finite ones; its requests end, the engine lives on."""
+
+
 class DeviceError(EngineError):
     """An accelerator cannot be used."""
 
@@ -63,6 +67,21 @@ class CudaError(DeviceError):
 
 class DeviceLost(CudaError):
     """The GPU fell into a state that every later call reports; only a new process recovers it."""
+
+
+class DeviceStalled(DeviceError):
+    """The GPU made no progress for longer than its work can take; the work may end yet."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the GPU did not end its work within {seconds:.1f} s")
+        self.seconds = seconds
+
+
+class ExchangeStalled(DeviceError, ComputeError):
+    """The CPU workers did not compute in time what the GPU missed; the step's results are void."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; the step is lost, the next one may succeed")
 
 
 class OutOfDeviceMemory(CudaError):
@@ -95,10 +114,6 @@ class PtxCompileError(DeviceError):
         super().__init__(f"kernel {kernel}: {log}")
         self.kernel = kernel
         self.log = log
-
-
-class ComputeError(EngineError):
-    """A step gave numbers that are not finite; the request ends, the engine lives on."""
 
 
 class RequestError(EngineError):

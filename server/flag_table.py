@@ -105,7 +105,7 @@ CONTEXT = (
     Flag(names=("--swa-full",), kind=bool, env="LLAMA_ARG_SWA_FULL", group="Context",
          help="full-size SWA cache", no_effect=PAGED),
     Flag(names=("-ctxcp", "--ctx-checkpoints"), kind=int, env="LLAMA_ARG_CTX_CHECKPOINTS",
-         group="Context", help="checkpoints of recurrent state", no_effect="no such models yet"),
+         group="Context", help="states of recurrent models kept for each parallel answer (default: by memory)"),
 )  # fmt: skip
 
 PLACEMENT = (

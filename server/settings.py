@@ -89,6 +89,7 @@ def engine_config(given: Mapping[str, Given], model: str | Path | None) -> Engin
         device=DEVICE_NAMES.get(device, device),
         vram_limit=_value(given, "vram_limit", None),
         moe_expert_cache=_value(given, "moe_expert_cache", -1),
+        n_snapshots=_value(given, "ctx_checkpoints", None),
         prefix_cache=_value(given, "cache_prompt", True),
         name_bus_errors=True,
     )

@@ -19,6 +19,8 @@ COMMANDS = {
     "bench": "prompt and generation speed, as llama-bench measures it",
     "perplexity": "how well a model predicts a text, as llama-perplexity measures it",
     "logits": "the raw logits of given tokens, for comparing engines",
+    "routing": "record which experts a text uses, for `python -m bench routing`",
+    "profile": "show, export, import or forget how often a model's experts were used",
 }
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -104,6 +104,10 @@ def size_lines(sizes: ModelSizes) -> Iterator[str]:
     yield f"  {'read to generate one token':40} {size(sizes.bytes_per_token):>12}"
     kv_bytes = KV_BYTES * sizes.kv_elems_per_token
     yield f"  {'KV cache of one token (f16)':40} {size(kv_bytes):>12}"
+    if sizes.state_bytes:
+        yield f"  {'recurrent state of one sequence':40} {size(sizes.state_bytes):>12}"
+    if sizes.memory_bytes:
+        yield f"  {'tables read row by row, never held':40} {size(sizes.memory_bytes):>12}"
     if not sizes.expert_bytes:
         yield "  no routed experts"
         return
@@ -120,13 +124,17 @@ def size_lines(sizes: ModelSizes) -> Iterator[str]:
 def plan_lines(sizes: ModelSizes, ram: int | None, vram: int, n_ctx: int) -> Iterator[str]:
     """What `vram` bytes would hold, and whether the rest fits into `ram` (None: unknown)."""
     kv_bytes = n_ctx * KV_BYTES * sizes.kv_elems_per_token
-    base = sizes.dense_bytes + kv_bytes
-    yield f"  dense weights and {n_ctx} tokens of KV cache take {size(base)}"
+    base = sizes.dense_bytes + kv_bytes + sizes.state_bytes
+    what = f"dense weights and {n_ctx} tokens of KV cache"
+    if sizes.state_bytes:
+        what = f"dense weights, {n_ctx} tokens of KV cache and a recurrent state"
+    yield f"  {what} take {size(base)}"
     if vram:
         yield vram_line(sizes, vram, base)
     else:
         yield "  no VRAM given (--vram GIB): everything is computed on the CPU"
-    needed = sizes.total_bytes + (0 if vram else kv_bytes)
+    needed = sizes.total_bytes - sizes.memory_bytes
+    needed += 0 if vram else kv_bytes + sizes.state_bytes
     if ram is None:
         yield f"  RAM: {size(needed)} are needed; how much is free is not known (--ram GIB)"
     elif needed <= ram:

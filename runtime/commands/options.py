@@ -118,6 +118,14 @@ def add_machine_options(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--device", choices=DEVICES, default="auto", help="where to compute (default auto)"
     )
+    group.add_argument(
+        "--vram-limit", type=float, metavar="GiB",
+        help="use no more of the GPU's memory than this, as if the card were smaller",
+    )  # fmt: skip
+    group.add_argument(
+        "--moe-expert-cache", type=whole_number(-1), default=-1, metavar="N",
+        help="experts of a layer that the GPU holds; -1: as many as fit (default), 0: none",
+    )  # fmt: skip
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +198,8 @@ def engine_config(settings: argparse.Namespace, **fixed: Any) -> EngineConfig:
         n_threads=settings.threads,
         n_batch=settings.batch_size,
         device=settings.device,
+        vram_limit=settings.vram_limit,
+        moe_expert_cache=settings.moe_expert_cache,
         name_bus_errors=True,
         **fixed,
     )

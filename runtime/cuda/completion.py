@@ -14,23 +14,52 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from runtime.errors import DeviceStalled
+
 SPIN_SECONDS = 1e-3
 """How long to look in every turn of the loop: below the timers' resolution sleeping is no use."""
 
 LONGEST_PAUSE_SECONDS = 4e-3
 
 
-async def reached(done: Callable[[], bool]) -> None:
+EARLY_SHARE = 0.75
+"""Of the expected time: how much of it is slept through before looking in every turn."""
+
+LATE_SHARE = 1.5
+"""Times the expected time: after that the looks become rare again."""
+
+
+async def reached(
+    done: Callable[[], bool],
+    *,
+    expected: float = 0.0,
+    check: Callable[[], object] | None = None,
+    limit: float | None = None,
+) -> None:
     """Return once `done()`, such as `Event.passed` or a look at a pinned word, is true.
 
-    Notices within a turn of the loop in the first millisecond, then within a sixteenth of the time
-    waited, at most 4 ms (and the loop's timer resolution of 1 ms). Cancelling stops the looking
-    and leaves nothing behind; the GPU's work goes on.
+    Around the `expected` seconds (0: unknown) it looks in every turn of the loop, likewise in the
+    first millisecond; otherwise it notices within a sixteenth of the time waited, at most 4 ms
+    (and the loop's timer resolution of 1 ms). Cancelling stops the looking and leaves nothing
+    behind; the GPU's work goes on.
 
-    Raises: whatever `done` raises, DeviceLost above all.
+    check  called in the rare looks, to raise what `done` does not see, such as DeviceLost
+    limit  seconds after which the wait ends
+
+    Raises: DeviceStalled after `limit`; whatever `done` and `check` raise, DeviceLost above all.
     """
     begin = time.monotonic()
+    early = EARLY_SHARE * expected - SPIN_SECONDS  # a timer may be late by its resolution
+    if early > SPIN_SECONDS and not done():
+        await asyncio.sleep(early)
+    late = LATE_SHARE * expected + SPIN_SECONDS
     while not done():
         waited = time.monotonic() - begin
-        pause = 0.0 if waited < SPIN_SECONDS else min(waited / 16, LONGEST_PAUSE_SECONDS)
-        await asyncio.sleep(pause)
+        if waited < late:
+            await asyncio.sleep(0)
+            continue
+        if check is not None:
+            check()
+        if limit is not None and waited > limit:
+            raise DeviceStalled(waited)
+        await asyncio.sleep(min(waited / 16, LONGEST_PAUSE_SECONDS))

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class Packed(Protocol):
     """Arguments where the driver reads them: `address` is of an array of pointers to values.
 
-    `Kernel.pack` in ops.kernel makes them.
+    `Kernel.pack` in ops.gpu.kernel makes them.
     """
 
     @property

@@ -74,6 +74,23 @@ class Stream(Resource):
         """Let later work of this stream start only behind the event. Raises: CudaError."""
         self.device.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy device memory to device memory. Raises: CudaError."""
+        self.device.call("cuMemcpyDtoDAsync", target, source, nbytes, self.handle)
+
+    def idle(self) -> bool:
+        """Whether all work has ended; never waits.
+
+        Raises: DeviceLost, CudaError: also those of the work.
+        """
+        try:
+            self.device.call("cuStreamQuery", self.handle)
+        except CudaError as error:
+            if error.code == "CUDA_ERROR_NOT_READY":
+                return False
+            raise
+        return True
+
     def synchronize(self) -> None:
         """Block this thread until all work is done; the event loop uses `completion.reached`.
 

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
 from ops.cpu import KERNEL_CACHE
-from ops.cpu.attention import attention, attention_end, tile_tokens
-from ops.cpu.experts import down, gate_up
-from ops.cpu.heads import heads
+from ops.cpu.attention import tile_tokens
 from ops.cpu.isa import choose_isa
-from ops.cpu.job import JobKernel
 from ops.cpu.kv_layout import PAGE_TOKENS
-from ops.cpu.linear import products
-from ops.cpu.matmul import matmul_address
-from ops.cpu.norm import norm, quantize
-from ops.cpu.router import group, route
-from ops.cpu.step_inputs import fill_function
 from ops.cpu.team import Team, TeamError, acquire_team
 from runtime.engine.embedding import EmbeddingRows
 from runtime.engine.executor import ExecutorLimits
+from runtime.engine.kernels import Progress, compile_kernels
 from runtime.engine.kv_pages import KVPages
+from runtime.engine.latent_jobs import head_groups
+from runtime.engine.ngram_rows import NgramRows
 from runtime.engine.program_builder import ProgramBuilder
+from runtime.engine.state_slots import StateSlots, state_slots_for
 from runtime.engine.step import Step, StepResult
 from runtime.engine.step_buffers import StepBuffers
 from runtime.errors import ComputeError, ConfigError, EngineBug, EngineClosed
+from runtime.experts.recording import RoutingRecorder
+from runtime.models.latent_attention import LatentAttentionSpec
 from runtime.models.model import Model
-
-JOB_KERNELS: tuple[JobKernel, ...] = (
-    norm, quantize, products, heads, attention, attention_end, route, group, gate_up, down,
-)  # fmt: skip
-Progress = Callable[[int, int], None]
+from runtime.models.spec import AttentionSpec, ModelSpec
 
 
 class CPUExecutor:
@@ -43,23 +35,35 @@ class CPUExecutor:
     The model must stay open as long as the executor.
     """
 
-    def __init__(self, model: Model, limits: ExecutorLimits, pages: KVPages, team: Team) -> None:
-        self._model, self._limits, self._pages, self._team = model, limits, pages, team
-        tiles = [tile_tokens(la.mixer.n_head, la.mixer.n_head_kv) for la in model.spec.layers]
-        self._buffers = StepBuffers(limits, min(tiles))
+    def __init__(
+        self,
+        model: Model,
+        limits: ExecutorLimits,
+        pages: KVPages,
+        states: StateSlots,
+        team: Team,
+    ) -> None:
+        self._model, self._limits, self._team = model, limits, team
+        self._pages, self._states = pages, states
+        self._buffers = StepBuffers(limits, smallest_tile(model.spec))
         builder = ProgramBuilder(
-            model, self._buffers, pages, team.n_threads, limits.max_step_tokens
+            model, self._buffers, pages, states, team.n_threads, limits.max_step_tokens
         )
         try:
             self._program = builder.build()
         except BaseException:
             builder.program.close()
             raise
-        self._chunks = builder.chunks
-        self._x = builder.x.memory.view(np.float32)
+        self._chunks, self._routing = builder.chunks, builder.routing
+        self.recorder: RoutingRecorder | None = None
+        self._x = builder.x.memory.view(np.float32)[:, : model.spec.n_embd]
         self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
         if self._embedding.table is not None:
             self._buffers.embed_from(self._embedding.table, builder.x)
+        self._memories = [
+            (NgramRows(memory, model.weights[memory.table]), rows.memory.view(np.float32))
+            for memory, rows in builder.memories.filled
+        ]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[asyncio.Future[None]] = []
         self._running = False
@@ -80,9 +84,15 @@ class CPUExecutor:
         self._listen()
         if step.page_copies:
             self._pages.copy(step.page_copies)
-        self._chunks.apply(step.n_tokens, len(step.output_tokens), *self._buffers.fill(step))
+        if step.state_copies:
+            self._states.copy(step.state_copies)
+        counts = self._buffers.fill(step)
+        n_sequences = len(step.page_tables)
+        self._chunks.apply(step.n_tokens, len(step.output_tokens), n_sequences, *counts)
         if self._embedding.table is None:
             await self._embedding.copy_to(self._x[: step.n_tokens], step.token_ids)
+        for memory, rows in self._memories:
+            await memory.copy_to(rows[: step.n_tokens], step)
         self._running = True
         try:
             self._team.submit(self._program)
@@ -92,9 +102,13 @@ class CPUExecutor:
         await self._until_idle()
         if self._program.take_error() != 0:
             raise EngineBug("a step names a position of a sequence that has no page")
+        if self.recorder is not None:
+            self.recorder.record(step, self._routing.choices(step, self._chunks.outputs))
         n_outputs = len(step.output_tokens)
         if self._buffers.not_finite[0]:
             wrong = np.flatnonzero(self._buffers.not_finite[1 : n_outputs + 1]).tolist()
+            if step.state_slots is not None:
+                return StepResult(self._buffers.logits[:n_outputs], tuple(wrong))
             raise ComputeError(f"the logits of outputs {wrong} of the step are not finite")
         return StepResult(self._buffers.logits[:n_outputs])
 
@@ -105,6 +119,14 @@ class CPUExecutor:
     def load_pages(self, pages: list[int], image: bytes) -> None:
         self._check_idle()
         self._pages.load(pages, image)
+
+    def save_state(self, slot: int) -> bytes:
+        self._check_idle()
+        return self._states.save(slot)
+
+    def load_state(self, slot: int, image: bytes) -> None:
+        self._check_idle()
+        self._states.load(slot, image)
 
     def describe(self) -> dict[str, object]:
         return {
@@ -117,6 +139,9 @@ class CPUExecutor:
             "kv_page_bytes": self._pages.page_bytes,
             "kv_pages": self._limits.n_pages,
             "page_tokens": self._limits.page_tokens,
+            "state_bytes": self._states.n_bytes,
+            "state_slot_bytes": self._states.slot_bytes,
+            "state_slots": self._limits.n_state_slots,
             "cache_type_k": self._pages.cache_types[0],
             "cache_type_v": self._pages.cache_types[1],
             "jobs_per_step": len(self._program.names),
@@ -171,12 +196,15 @@ def open_cpu_executor(
     n_threads: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
+    n_snapshots: int | None = None,
     progress: Progress | None = None,
 ) -> CPUExecutor:
     """Compile the kernels, take the team and the memory.  Blocks: call it off the loop.
 
-    n_ctx      KV cells, rounded up to whole pages
-    progress   called with (kernels ready, kernels in all)
+    n_ctx        KV cells, rounded up to whole pages
+    n_snapshots  states kept beside those of running sequences, where the model has states; None:
+                 what the memory suggests
+    progress     called with (kernels ready, kernels in all)
 
     Raises: ConfigError for settings that do not fit the model or the machine.
     """
@@ -189,6 +217,8 @@ def open_cpu_executor(
         page_tokens=PAGE_TOKENS,
         max_step_tokens=max_step_tokens,
         max_sequences=max_sequences,
+        n_state_slots=state_slots_for(spec.state_bytes, max_sequences, n_snapshots),
+        n_previous=spec.n_previous,
     )
     pages = KVPages(spec, n_pages, cache_type_k, cache_type_v)
     try:
@@ -196,25 +226,20 @@ def open_cpu_executor(
     except TeamError as error:
         raise ConfigError(f"n_threads = {n_threads}: {error}") from error
     try:
-        return CPUExecutor(model, limits, pages, team)
+        states = StateSlots(spec, limits.n_state_slots)
+        return CPUExecutor(model, limits, pages, states, team)
     except BaseException:
         team.release()
         raise
 
 
-def compile_kernels(model: Model, progress: Progress | None = None) -> None:
-    """Compile, or load from the cache, every kernel that `model` needs."""
-    steps: list[Callable[[], object]] = [kernel.compile for kernel in JOB_KERNELS]
-    steps += [partial(matmul_address, name) for name in sorted(_product_formats(model))]
-    steps.append(fill_function)
-    for n_ready, step in enumerate(steps):
-        if progress is not None:
-            progress(n_ready, len(steps))
-        step()
-    if progress is not None:
-        progress(len(steps), len(steps))
-
-
-def _product_formats(model: Model) -> set[str]:
-    """Names of the formats of all matrices that are multiplied."""
-    return {model.weights[linear.weight].format.name for linear in model.spec.linears}
+def smallest_tile(spec: ModelSpec) -> int:
+    """Prompt tokens of one attention work item, that every layer can take."""
+    tiles = []
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, LatentAttentionSpec):
+            tiles.append(tile_tokens(mixer.n_head, head_groups(mixer.n_head)))
+        elif isinstance(mixer, AttentionSpec):
+            tiles.append(tile_tokens(mixer.n_head, mixer.n_head_kv))
+    return min(tiles, default=1)

@@ -25,6 +25,7 @@ from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Sequence as TokenSequence
 from runtime.engine.sequence import TokenChannel
 from runtime.engine.slots import Slots
+from runtime.engine.state_cache import states_of
 from runtime.engine.statistics import Statistics
 from runtime.engine.step_loop import StepLoop
 from runtime.engine.token import PromptProgress, Token
@@ -121,6 +122,7 @@ class Engine:
             self._kv,
             n_batch=config.n_batch,
             n_ctx_sequence=self.shape.n_ctx_sequence,
+            states=states_of(limits, keep=config.prefix_cache),
         )
         self._steps = StepLoop(scheduler, opened.executor, helper)
         self._slots = Slots(self._steps, self._kv, self.shape, self._model_key())

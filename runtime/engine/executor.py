@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from runtime.engine.step import Step, StepResult
 
 
 @dataclass(frozen=True)
 class ExecutorLimits:
-    """What an executor was built for: counts are fixed for its lifetime."""
+    """What an executor was built for: counts are fixed for its lifetime.
+
+    n_state_slots  states of sequences that it holds, the running ones and snapshots of others; 0:
+                   the model has no recurrent layers
+    n_previous     tokens before a step's first one that the model looks at by itself
+    """
 
     n_vocab: int
     n_pages: int
     page_tokens: int
     max_step_tokens: int
     max_sequences: int
+    n_state_slots: int = 0
+    n_previous: int = 0
 
 
 class Executor(Protocol):
@@ -30,7 +37,8 @@ class Executor(Protocol):
 
         A cancelled caller leaves the step running; the next call waits for it.
 
-        Raises: ComputeError when the step gave numbers that are not finite.
+        Raises: ComputeError when the step gave numbers that are not finite (but see
+        `StepResult.not_finite`).
         """
         ...
 
@@ -48,4 +56,17 @@ class Executor(Protocol):
 
     async def close(self) -> None:
         """Wait for the step in flight and release everything."""
+        ...
+
+
+@runtime_checkable
+class StatefulExecutor(Executor, Protocol):
+    """An executor whose models may have recurrent layers: it holds a state of each sequence too."""
+
+    def save_state(self, slot: int) -> bytes:
+        """A host copy of the state in `slot`; only between steps."""
+        ...
+
+    def load_state(self, slot: int, image: bytes) -> None:
+        """Put what `save_state` returned into `slot`; only between steps."""
         ...

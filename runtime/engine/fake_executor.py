@@ -1,8 +1,8 @@
 """FakeExecutor: pretends to compute, so that all around an executor can be tested.
 
-Its KV pages hold the tokens and positions that were written to them, and its logits are a pure
-function of what a sequence's page table leads to.  A mixed-up page, a wrong position or a lost copy
-changes the text.
+Its KV pages hold the tokens and positions that were written to them, its states what they have
+seen, and its logits are a pure function of what a sequence's page table and state lead to.  A
+mixed-up page, a wrong position or a lost copy changes the text.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class FakeExecutor:
         self._bias = np.zeros(limits.n_vocab, np.float32) if bias is None else bias
         # i32[n_pages, page_tokens, 2]: token, position
         self._cells = np.full((limits.n_pages, limits.page_tokens, 2), EMPTY, dtype=np.int32)
+        # Of each slot: how many tokens its state has seen, and the digest of them.
+        self._states = [(EMPTY, b"") for _ in range(limits.n_state_slots)]
         self._gate: Gate | None = None
         self._fail_if: Callable[[Step], bool] | None = None
         self._error: BaseException | None = None
@@ -130,6 +132,15 @@ class FakeExecutor:
         shape = (len(pages), *self._cells.shape[1:])
         self._cells[pages] = np.frombuffer(image, dtype=np.int32).reshape(shape)
 
+    def save_state(self, slot: int) -> bytes:
+        self._refuse_to_block("save_state")
+        n_tokens, digest = self._states[slot]
+        return n_tokens.to_bytes(4, "little", signed=True) + digest
+
+    def load_state(self, slot: int, image: bytes) -> None:
+        self._refuse_to_block("load_state")
+        self._states[slot] = (int.from_bytes(image[:4], "little", signed=True), image[4:])
+
     def describe(self) -> dict[str, object]:
         return {"device": "fake", "n_pages": self._limits.n_pages}
 
@@ -146,23 +157,47 @@ class FakeExecutor:
         for source, target in step.page_copies:
             self._cells[target] = self._cells[source]
         size = self._limits.page_tokens
+        self._check_previous(step)
         pages = step.page_tables[step.rows, step.positions // size]
         self._cells[pages, step.positions % size] = np.stack(
             (step.token_ids, step.positions), axis=1
         )
-        if self._fail_if is not None and self._fail_if(step):
+        states = self._advance(step)
+        failed = self._fail_if is not None and self._fail_if(step)
+        if failed and step.state_slots is None:
             raise ComputeError("the fake device was told to fail")
         logits = np.stack(
-            [self._logits(step, token) for token in step.output_tokens]
+            [self._logits(step, token, states.get(token, b"")) for token in step.output_tokens]
             or [np.empty(self._limits.n_vocab, np.float32)]
         )
-        return StepResult(logits[: len(step.output_tokens)])
+        n_outputs = len(step.output_tokens)
+        return StepResult(logits[:n_outputs], tuple(range(n_outputs)) if failed else ())
 
-    def _logits(self, step: Step, token: int) -> F32:
+    def _advance(self, step: Step) -> dict[int, bytes]:
+        """Move the states over the step's tokens; the digest after each token.
+
+        Raises: EngineBug where a state is not that of the token before.
+        """
+        after: dict[int, bytes] = {}
+        if step.state_slots is None:
+            return after
+        for source, target in step.state_copies:
+            self._states[target] = self._states[source]
+        for token, row in enumerate(step.rows):
+            slot, position = step.state_slots[row], int(step.positions[token])
+            n_tokens, digest = self._states[slot] if position else (0, b"")
+            if n_tokens != position:
+                raise EngineBug(f"the state at position {position} is that after {n_tokens} tokens")
+            content = digest + step.token_ids[token].tobytes()
+            after[token] = hashlib.blake2b(content, digest_size=8).digest()
+            self._states[slot] = (position + 1, after[token])
+        return after
+
+    def _logits(self, step: Step, token: int, state: bytes) -> F32:
         size, n_tokens = self._limits.page_tokens, int(step.positions[token]) + 1
         table = step.page_tables[step.rows[token]]
         cells = self._cells[table[: -(-n_tokens // size)]].reshape(-1, 2)[:n_tokens]
-        digest = hashlib.blake2b(cells.tobytes(), digest_size=8).digest()
+        digest = hashlib.blake2b(cells.tobytes() + state, digest_size=8).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
         logits = generator.standard_normal(self._limits.n_vocab, dtype=np.float32) + self._bias
         wanted = self.next_token(cells[:, 0].tolist()) if self.next_token else None
@@ -177,6 +212,11 @@ class FakeExecutor:
         size = limits.page_tokens
         if not 0 < n_tokens <= limits.max_step_tokens or n_sequences > limits.max_sequences:
             raise EngineBug(f"a step of {n_tokens} tokens and {n_sequences} sequences")
+        slots = step.state_slots
+        if (slots is None) != (limits.n_state_slots == 0):
+            raise EngineBug("a step has state slots if and only if the model has states")
+        if slots is not None and len(set(slots.tolist())) != n_sequences:
+            raise EngineBug("a step has one state slot of its own for each sequence")
         if step.kind is StepKind.DECODE and n_tokens != n_sequences:
             raise EngineBug("a decode step has one token per sequence")
         if step.token_ids.min() < 0 or step.token_ids.max() >= limits.n_vocab:
@@ -189,6 +229,21 @@ class FakeExecutor:
         cells: NDArray[np.int64] = pages.astype(np.int64) * size + step.positions % size
         if pages.min() < 0 or pages.max() >= limits.n_pages or len(set(cells)) != n_tokens:
             raise EngineBug("a step writes outside the pages, or twice to one place")
+
+    def _check_previous(self, step: Step) -> None:
+        """Raises: EngineBug where the tokens before a part are not those in its pages."""
+        n, size = self._limits.n_previous, self._limits.page_tokens
+        before = step.previous_tokens
+        if (before is None) != (n == 0):
+            raise EngineBug("a step has tokens before its own if and only if the model reads them")
+        if before is None:
+            return
+        starts = np.searchsorted(step.rows, np.arange(len(step.page_tables)))
+        for row, start in enumerate(step.positions[starts]):
+            at = start - 1 - np.arange(n)
+            cells = self._cells[step.page_tables[row, np.maximum(at, 0) // size], at % size, 0]
+            if not np.array_equal(np.where(at < 0, -1, cells), before[row]):
+                raise EngineBug(f"{before[row]} are not the tokens before position {start}")
 
     def _refuse_to_block(self, verb: str) -> None:
         try:

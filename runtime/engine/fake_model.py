@@ -9,6 +9,7 @@ from runtime.engine.step import F32
 
 N_CTX_TRAIN = 4096
 PAGE_TOKENS = 16
+N_SNAPSHOTS = 8  # states kept beside the running ones, for a model that has states
 CONTROL, NORMAL = 3, 1  # GGUF token types
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -26,6 +26,7 @@ from ops.cpu.router import GROUP, ROUTE, group, route
 from ops.quants.block import ACTIVATION_GROUP
 from runtime.engine.activation_rows import ActivationRows, Rows
 from runtime.engine.matrix_jobs import MatrixJobs, rows_per_chunk
+from runtime.engine.routing_buffers import RoutingBuffers
 from runtime.engine.step_chunks import StepRows
 from runtime.models.model import Model
 from runtime.models.spec import (
@@ -71,7 +72,8 @@ class FeedForwardJobs:
         n_bytes = FEED_FORWARD_SCRATCH_BYTES + SCRATCH_BYTES
         self._scratch = aligned((n_workers, n_bytes), np.uint8)
         self._shared: dict[tuple[str, int, int], Any] = {}
-        program.keep += [self._scratch, self._shared]
+        self.routing = RoutingBuffers()
+        program.keep += [self._scratch, self._shared, self.routing]
 
     def prepare(self, spec: FeedForward, x: ActivationRows) -> Prepared:
         """Ask `x` for the forms that the block's first products need."""
@@ -95,7 +97,8 @@ class FeedForwardJobs:
     ) -> dict[str, int]:
         n, k = self._n_tokens, spec.n_used
         routing = self._room("routing", n * k, spec.n_expert, _Routing)
-        self._route(name, spec, x, matrices, routing, rows)
+        choices = address_of(self.routing.add(n, k, rows))
+        self._route(name, spec, x, matrices, routing, choices, rows)
         experts, out, (gate_up_chunks, down_chunks) = self._feed_forward(
             spec, x, matrices, "experts", n * k
         )
@@ -122,7 +125,7 @@ class FeedForwardJobs:
                 fields["shared_weights"] = address_of(routing.shared_weights)
         grouping = record(
             GROUP,
-            choices=address_of(routing.choices),
+            choices=choices,
             n_tokens=address_of(rows.n_rows),
             n_used=k,
             n_expert=spec.n_expert,
@@ -149,6 +152,7 @@ class FeedForwardJobs:
         x: ActivationRows,
         matrices: MatrixJobs,
         routing: _Routing,
+        choices: int,
         rows: StepRows,
     ) -> None:
         """The router's product and choice, the shared expert's gate with it."""
@@ -172,7 +176,7 @@ class FeedForwardJobs:
             n_groups=router.n_groups,
             n_groups_used=router.n_groups_used,
             renormalise=router.renormalise,
-            choices=address_of(routing.choices),
+            choices=choices,
             weights=address_of(routing.weights),
             shared_logits=0 if gate is None else routing.shared_logits.address,
             shared_weights=address_of(routing.shared_weights),
@@ -262,7 +266,6 @@ class _Routing:
     """What the router's jobs write; see `ops.cpu.router`."""
 
     def __init__(self, n_slots: int, n_expert: int) -> None:
-        self.choices = aligned(n_slots, np.int32)
         self.weights = aligned(n_slots, np.float32)
         self.slots = aligned(n_slots, np.int32)
         self.slot_tokens = aligned(n_slots, np.int32)

@@ -103,23 +103,25 @@ class KVCache:
         chain: Sequence[bytes] | None = None,
         spare: int = 0,
         reuse: bool = True,
+        limit: int | None = None,
     ) -> PageTable | None:
         """A table with room for `n_reserve` tokens that shares what is known of `tokens`.
 
-        chain: `chain_of(tokens)`, for a caller that asks more than once.
+        chain: `chain_of(tokens)`, for a caller that asks more than once; limit: tokens to share.
         At least the last token stays to be computed, because its logits are wanted.
         None where fewer than `spare` pages would be left.
         """
         table = PageTable()
+        limit = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         if reuse:
             chain = self.chain_of(tokens) if chain is None else chain
-            self._share_full(table, chain[: (len(tokens) - 1) // self.page_tokens])
+            self._share_full(table, chain[: limit // self.page_tokens])
         n_new = self.pages_for(n_reserve) - len(table.pages)
         if self.n_available < n_new + spare:
             self._drop(table)
             return None
         if reuse and n_new:
-            self._share_part(table, tokens, len(tokens) - 1, n_new + spare)
+            self._share_part(table, tokens, limit, n_new + spare)
         if not self.grow(table, n_reserve):
             raise EngineBug("pages that were counted as available are not")
         return table
@@ -192,10 +194,12 @@ class KVCache:
                 self._unregister(page)
         self._drop(table)
 
-    def lookup(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+    def lookup(
+        self, tokens: Sequence[int], chain: Sequence[bytes] | None = None
+    ) -> tuple[list[int], int]:
         """The pages that hold the beginning of `tokens`, and how many tokens that is."""
         table = PageTable()
-        self._share_full(table, self.chain_of(tokens))
+        self._share_full(table, self.chain_of(tokens) if chain is None else chain)
         pages, n_tokens = list(table.pages), table.n_cached
         page, n_common = self._best_part(table, tokens, len(tokens))
         self._drop(table)

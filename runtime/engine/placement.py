@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from runtime.config import ContextShape, EngineConfig, context_shape
 from runtime.engine.executor import Executor, ExecutorLimits
 from runtime.engine.model_facts import ModelFacts, facts_of, open_template, open_tokenizer
-from runtime.errors import ConfigError, DeviceUnavailable
+from runtime.errors import DeviceError
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,12 +43,7 @@ class Opened:
             self.resources.close()
 
 
-@dataclass(frozen=True)
-class Device:
-    """A kind of device: why `auto` would take it (None: not usable here), and how it opens."""
-
-    reason: Callable[[], str | None]
-    open: Callable[[Model, EngineConfig, ContextShape, Progress], Executor]
+Open = Callable[["Model", EngineConfig, ContextShape, Progress], Executor]
 
 
 def _open_cpu(
@@ -78,24 +73,37 @@ def _open_cpu(
         n_threads=config.n_threads,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
+        n_snapshots=None if config.n_snapshots is None else config.n_snapshots * shape.n_parallel,
         progress=kernel_ready,
     )
 
 
-def _cpu_reason() -> str:
-    """Why the CPU computes: never silently, where somebody has a GPU."""
-    from runtime.cuda.driver import device_names
+def _open_cuda(
+    model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
+) -> Executor:
+    from runtime.cuda.driver import open_driver
 
-    try:
-        names = device_names()
-    except DeviceUnavailable as error:
-        return str(error)
-    return f"{', '.join(names)} found, but this version computes on the CPU only"
+    driver = open_driver()  # before anything is imported for a GPU that is not there
+    from ops.gpu.kv_layout import PAGE_TOKENS
+    from runtime.engine.gpu.opening import GPUSettings, open_gpu_executor
+
+    settings = GPUSettings(
+        n_ctx=shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS,
+        max_sequences=shape.n_parallel,
+        max_step_tokens=max(config.n_batch, shape.n_parallel),
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        vram_limit=None if config.vram_limit is None else int(config.vram_limit * 2**30),
+        moe_expert_cache=config.moe_expert_cache,
+        n_threads=config.n_threads,
+    )
+    return open_gpu_executor(model, settings, progress, driver=driver)
 
 
-# In the order of preference; a device that is named is opened whatever its reason says.
-DEVICES: Mapping[str, Device] = {
-    "cpu": Device(_cpu_reason, _open_cpu),
+# In the order of preference: `auto` takes the first that can be used, the last one always can.
+DEVICES: Mapping[str, Open] = {
+    "cuda": _open_cuda,
+    "cpu": _open_cpu,
 }
 
 
@@ -106,23 +114,31 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
     """
     if config.device == "fake":
         return _open_fake(config, progress)
-    name, reason = _choose(config.device)
     with ExitStack() as resources:
         model, facts = _open_model(config, progress, resources)
         shape = context_shape(config, facts.n_ctx_train)
-        executor = DEVICES[name].open(model, config, shape, progress)
+        executor, reason = _open_executor(model, config, shape, progress)
         check = model.file.check_unchanged
         return Opened(executor, facts, shape, reason, resources.pop_all(), check)
 
 
-def _choose(device: str) -> tuple[str, str]:
-    if device != "auto":
-        return device, "asked for"
-    for name, row in DEVICES.items():
-        reason = row.reason()
-        if reason is not None:
-            return name, reason
-    raise ConfigError(f"device = 'auto': none of {', '.join(DEVICES)} can be used here")
+def _open_executor(
+    model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
+) -> tuple[Executor, str]:
+    """The executor on the device that was named, or on the first that can be used; and why."""
+    if config.device != "auto":
+        return DEVICES[config.device](model, config, shape, progress), "asked for"
+    reasons: list[str] = []
+    *preferred, last = DEVICES
+    for name in preferred:
+        try:
+            executor = DEVICES[name](model, config, shape, progress)
+        except DeviceError as error:
+            reasons.append(str(error))
+            continue
+        return executor, f"{name} can compute the model"
+    executor = DEVICES[last](model, config, shape, progress)
+    return executor, f"{last}, because of {preferred[0]}: {'; '.join(reasons)}"
 
 
 def _open_model(
@@ -143,9 +159,10 @@ def _open_model(
 def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
     """The fake device; with a model, its vocabulary and sizes are that model's."""
     from runtime.engine.fake_executor import FakeExecutor
-    from runtime.engine.fake_model import PAGE_TOKENS, fake_bias, fake_facts
+    from runtime.engine.fake_model import N_SNAPSHOTS, PAGE_TOKENS, fake_bias, fake_facts
 
     with ExitStack() as resources:
+        has_states, n_previous = False, 0
         if config.model is None:
             facts = fake_facts()
             tokenizer, text_error = open_tokenizer(facts.metadata)
@@ -158,7 +175,8 @@ def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
                 template_error=template_error,
             )
         else:
-            _, facts = _open_model(config, progress, resources)
+            model, facts = _open_model(config, progress, resources)
+            has_states, n_previous = model.spec.state_bytes > 0, model.spec.n_previous
         shape = context_shape(config, facts.n_ctx_train)
         limits = ExecutorLimits(
             n_vocab=facts.n_vocab,
@@ -166,6 +184,8 @@ def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
             page_tokens=PAGE_TOKENS,
             max_step_tokens=max(config.n_batch, shape.n_parallel),
             max_sequences=shape.n_parallel,
+            n_state_slots=shape.n_parallel + N_SNAPSHOTS if has_states else 0,
+            n_previous=n_previous,
         )
         executor = FakeExecutor(limits, bias=fake_bias(facts.n_vocab))
         return Opened(executor, facts, shape, "asked for", resources.pop_all())

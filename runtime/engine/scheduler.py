@@ -8,13 +8,14 @@ running answers by one chunk at a time.  When KV pages run out, the latest seque
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from runtime.engine.executor import ExecutorLimits
-from runtime.engine.kv_cache import KVCache
+from runtime.engine.kv_cache import KVCache, PageTable
 from runtime.engine.sequence import Sequence, State
+from runtime.engine.state_cache import Snapshot, StateCache
 from runtime.engine.step import I32, Step, StepKind
 from runtime.errors import EngineBug
 
@@ -69,9 +70,16 @@ class Scheduler:
     """Waiting and running sequences, both in the order of arrival, and the pages they share."""
 
     def __init__(
-        self, limits: ExecutorLimits, kv: KVCache, *, n_batch: int, n_ctx_sequence: int
+        self,
+        limits: ExecutorLimits,
+        kv: KVCache,
+        *,
+        n_batch: int,
+        n_ctx_sequence: int,
+        states: StateCache | None = None,
     ) -> None:
-        """n_batch: tokens of a prompt chunk; n_ctx_sequence: tokens a sequence may have at most.
+        """n_batch: tokens of a prompt chunk; n_ctx_sequence: tokens a sequence may have at most;
+        states: of a model with recurrent layers.
 
         Raises: EngineBug where one sequence alone could outgrow the pages.
         """
@@ -79,9 +87,11 @@ class Scheduler:
         if self._max_pages > kv.n_pages:
             raise EngineBug(f"{kv.n_pages} pages cannot hold {n_ctx_sequence} tokens")
         self.kv = kv
+        self.states = states
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.n_preemptions = 0
+        self._n_previous = limits.n_previous
         self._n_batch = min(n_batch, limits.max_step_tokens)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self._last_kind = StepKind.DECODE
@@ -99,6 +109,10 @@ class Scheduler:
         self._last_kind = kind
         copies = tuple([copy for s in self.running for copy in s.pages.copies])
         step = _step(kind, parts, copies) if parts else None
+        if step is not None and self.states is not None:
+            step = _with_states(step, parts, self.running)
+        if step is not None and self._n_previous:
+            step = replace(step, previous_tokens=_previous_tokens(parts, self._n_previous))
         return Plan(tuple(saves), tuple(loads), tuple(parts), step)
 
     def commit(self, plan: Plan, seconds: float) -> list[tuple[int, Sequence]]:
@@ -112,13 +126,18 @@ class Scheduler:
             self._prompt_rate = plan.step.n_tokens / seconds
         for sequence in self.running:
             self.kv.copied(sequence.pages)
+            if self.states is not None and sequence.recurrent is not None:
+                self.states.copied(sequence.recurrent)
         ready: list[tuple[int, Sequence]] = []
         row = 0
         for part in plan.parts:
             sequence = part.sequence
             if not sequence.is_over:  # else its part of the step failed
                 sequence.n_computed = part.start + part.n_tokens
+                at_point = part.start + part.n_tokens == self._next_point(sequence, part.start)
                 self.kv.record(sequence.pages, sequence.tokens, sequence.n_computed)
+                if at_point:
+                    self._snapshot(sequence)
                 if sequence.state is State.PREFILL and sequence.has_prompt:
                     sequence.move(State.DECODE)
                 if part.wants_logits:
@@ -141,6 +160,7 @@ class Scheduler:
         """Take a sequence out, between steps.  poisoned: its KV cannot be trusted."""
         sequence.move(state)
         sequence.images.clear()
+        self._end_state(sequence, poisoned=poisoned)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
@@ -167,6 +187,8 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         n_pages = self.kv.pages_for(sequence.n_computed)
         save = Save(sequence, tuple(sequence.pages.pages[:n_pages]))
+        if self.states is not None and sequence.recurrent is not None:
+            self.states.abandon(sequence.recurrent)
         sequence.saved = self.kv.save(sequence.pages, sequence.n_computed)
         sequence.table = None
         insort(self.waiting, sequence, key=_arrival)
@@ -200,13 +222,7 @@ class Scheduler:
                 leader = sequence.leader
                 known = leader.prompt_chain if leader else None
                 sequence.prompt_chain = known or self.kv.chain_of(sequence.tokens)
-            table = self.kv.open(
-                sequence.tokens,
-                n_reserve=sequence.n_prompt + 1,
-                chain=sequence.prompt_chain,
-                spare=spare,
-                reuse=sequence.reuse_prefix,
-            )
+            table = self._open_table(sequence, spare)
             if table is None:
                 return None
             sequence.table = table
@@ -221,6 +237,62 @@ class Scheduler:
         sequence.saved = None
         sequence.move(State.DECODE if sequence.n_generated else State.PREFILL)
         return Load(sequence, tuple(missing), tuple(sequence.table.pages[i] for i in missing))
+
+    def _open_table(self, sequence: Sequence, spare: int) -> PageTable | None:
+        """The pages of a new sequence, and its state, which says how many tokens it can share."""
+        tokens, chain = sequence.tokens, sequence.prompt_chain or []
+
+        def opened(limit: int | None) -> PageTable | None:
+            return self.kv.open(
+                tokens,
+                n_reserve=sequence.n_prompt + 1,
+                chain=sequence.prompt_chain,
+                spare=spare,
+                reuse=sequence.reuse_prefix,
+                limit=limit,
+            )
+
+        if self.states is None:
+            return opened(None)
+        if not self.states.has_room:
+            return None
+        snapshots: list[Snapshot | None] = [None]
+        if sequence.reuse_prefix:
+            n_known = min(self.kv.lookup(tokens, chain)[1], len(tokens) - 1)
+            snapshots = [*self.states.find(tokens, chain, n_known), None]
+        for snapshot in snapshots:
+            n_tokens = 0 if snapshot is None else snapshot.n_tokens
+            table = opened(n_tokens)
+            if table is None:
+                return None
+            if table.n_cached == n_tokens:
+                sequence.recurrent = self.states.open(snapshot)
+                return table
+            self.kv.close(table)  # the page that it ends in is gone, and has no room for a copy
+        return None
+
+    def _next_point(self, sequence: Sequence, start: int) -> int:
+        """Where a part that starts at `start` has to end, to keep its state; 0: anywhere."""
+        if self.states is None:
+            return 0
+        return self.states.next_point(start, sequence.n_prompt, sequence.n_cached)
+
+    def _snapshot(self, sequence: Sequence) -> None:
+        if self.states is not None and sequence.recurrent is not None:
+            tokens = sequence.tokens[: sequence.n_computed]
+            self.states.snapshot(sequence.recurrent, sequence.pages.chain, tokens)
+
+    def _end_state(self, sequence: Sequence, *, poisoned: bool) -> None:
+        state, sequence.recurrent = sequence.recurrent, None
+        if self.states is None or state is None:
+            return
+        if poisoned:
+            self.states.discard(state)
+        elif sequence.table is None:  # it waited preempted
+            self.states.close(state, [], [])
+        else:
+            tokens = sequence.tokens[: sequence.n_computed]
+            self.states.close(state, sequence.pages.chain, tokens)
 
     def _choose(self) -> tuple[StepKind, list[Part]]:
         """Kind and parts of the next step; prompt chunks and decode steps take turns."""
@@ -237,6 +309,9 @@ class Scheduler:
         parts = []
         for sequence in prompts:
             n_tokens = min(budget, sequence.n_prompt - sequence.n_computed)
+            point = self._next_point(sequence, sequence.n_computed)
+            if point:
+                n_tokens = min(n_tokens, point - sequence.n_computed)
             if n_tokens:
                 parts.append(Part(sequence, sequence.n_computed, n_tokens))
             budget -= n_tokens
@@ -275,6 +350,22 @@ def _step(kind: StepKind, parts: list[Part], copies: tuple[tuple[int, int], ...]
         ),
         page_copies=copies,
     )
+
+
+def _with_states(step: Step, parts: list[Part], running: list[Sequence]) -> Step:
+    """`step` with the states of its sequences, and all copies of states that are due."""
+    states = {s: s.recurrent for s in running if s.recurrent is not None}
+    slots = [states[part.sequence].slot for part in parts]
+    copies = tuple([copy for state in states.values() for copy in state.copies])
+    return replace(step, state_slots=np.array(slots, dtype=np.int32), state_copies=copies)
+
+
+def _previous_tokens(parts: list[Part], n: int) -> I32:
+    """i32[n_parts, n]: the tokens before each part, the nearest first; -1 where there is none."""
+    before = [
+        [-1] * n + part.sequence.tokens[max(part.start - n, 0) : part.start] for part in parts
+    ]
+    return np.array([tokens[: -n - 1 : -1] for tokens in before], dtype=np.int32)
 
 
 def _page_tables(parts: list[Part]) -> I32:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as TokenIds
 from enum import Enum, auto
 
 from runtime.engine.kv_cache import PageTable, SavedPages
+from runtime.engine.state_cache import SequenceState
 from runtime.engine.token import Token
 from runtime.errors import EngineBug, EngineError
 
@@ -48,6 +49,8 @@ class Sequence:
     slot        place among the parallel sequences; the last one where it does not run
     prompt_chain   what the pages of the prompt are found by, once it is known
     saved, images   where its KV is while it waits preempted; images holds one host copy per page
+    recurrent   its state beside the KV, which keeps its slot while the sequence waits preempted;
+                None: it has not begun, or the model has none
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Sequence:
         self.table: PageTable | None = None
         self.saved: SavedPages | None = None
         self.images: list[bytes] = []
+        self.recurrent: SequenceState | None = None
         self.cancel_wanted = False
         self.is_over = False
         self._state = State.WAITING

@@ -1,4 +1,4 @@
-"""SlotImage: a sequence's tokens and KV pages as bytes, for saving and restoring slots."""
+"""SlotImage: a sequence's tokens, KV pages and state as bytes, to save and restore slots."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ MAX_HEADER_BYTES = 4096
 @dataclass(frozen=True)
 class SlotImage:
     """model: what the pages depend on (model and cache types); page_images: one per page, all the
-    same length.
+    same length; state: recurrent state after the tokens, empty where the model has none.
 
-    In the file: magic, u32 length of the JSON header, header, tokens as i32, page images, digest of
-    it all.
+    In the file: magic, u32 length of the JSON header, header, tokens as i32, state, page images,
+    digest of it all.
     """
 
     model: str
     page_tokens: int
     tokens: list[int]
     page_images: list[bytes]
+    state: bytes = b""
 
     def to_bytes(self) -> bytes:
         page_bytes = len(self.page_images[0]) if self.page_images else 0
@@ -38,10 +39,12 @@ class SlotImage:
                 "page_tokens": self.page_tokens,
                 "n_tokens": len(self.tokens),
                 "page_bytes": page_bytes,
+                "state_bytes": len(self.state),
             }
         ).encode()
         tokens = np.array(self.tokens, dtype="<i4").tobytes()
-        body = b"".join((MAGIC, struct.pack("<I", len(header)), header, tokens, *self.page_images))
+        start = (MAGIC, struct.pack("<I", len(header)), header, tokens, self.state)
+        body = b"".join((*start, *self.page_images))
         return body + _digest(body)
 
     @classmethod
@@ -60,9 +63,11 @@ class SlotImage:
         n_tokens, page_tokens = header["n_tokens"], header["page_tokens"]
         tokens = np.frombuffer(body, dtype="<i4", count=n_tokens, offset=start).tolist()
         start += 4 * n_tokens
+        end = start + header.get("state_bytes", 0)
+        state, start = body[start:end], end
         size = header["page_bytes"]
         pages = [body[at : at + size] for at in range(start, len(body), size)] if size else []
-        return cls(header["model"], page_tokens, tokens, pages)
+        return cls(header["model"], page_tokens, tokens, pages, state)
 
 
 def _digest(body: bytes) -> bytes:

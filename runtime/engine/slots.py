@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from runtime.config import ContextShape
 from runtime.engine.answer import Answer
+from runtime.engine.executor import Executor, StatefulExecutor
 from runtime.engine.kv_cache import KVCache
 from runtime.engine.slot_image import SlotImage
+from runtime.engine.state_cache import Snapshot, StateCache
 from runtime.engine.statistics import SlotStatistics, Statistics
 from runtime.engine.step_loop import StepLoop
-from runtime.errors import RequestError
+from runtime.errors import EngineBug, RequestError
 
 
 class Slots:
@@ -45,13 +47,23 @@ class Slots:
 
         async def copy_out() -> SlotImage:
             pages, n_tokens = self._kv.lookup(tokens)
-            if not n_tokens:
+            snapshot = self._snapshot(tokens, n_tokens)
+            if snapshot is not None:
+                n_tokens = snapshot.n_tokens
+                pages = pages[: self._kv.pages_for(n_tokens)]
+            if not n_tokens or (self._states is not None and snapshot is None):
                 raise RequestError("id_slot", f"slot {slot} has nothing in the cache")
             executor = self._steps.executor
-            images = await self._steps.off_loop(
-                lambda: [executor.save_pages([page]) for page in pages]
-            )
-            return SlotImage(self._model_key, self._kv.page_tokens, tokens[:n_tokens], images)
+
+            def copy() -> SlotImage:
+                images = [executor.save_pages([page]) for page in pages]
+                state = b""
+                if snapshot is not None:
+                    state = _stateful(executor).save_state(snapshot.slot)
+                page_tokens = self._kv.page_tokens
+                return SlotImage(self._model_key, page_tokens, tokens[:n_tokens], images, state)
+
+            return await self._steps.off_loop(copy)
 
         image = await self._steps.between_steps(copy_out)
         return await self._steps.off_loop(image.to_bytes), len(image.tokens)
@@ -68,10 +80,14 @@ class Slots:
             if restored is None:
                 raise RequestError("filename", f"{len(image.tokens)} tokens do not fit now")
             executor = self._steps.executor
+            chain = self._kv.chain_of(image.tokens)
+            target = self._states.restore(chain, image.tokens) if self._states else None
 
             def load() -> None:
                 for page, index in zip(*restored, strict=True):
                     executor.load_pages([page], image.page_images[index])
+                if target is not None:
+                    _stateful(executor).load_state(target, image.state)
 
             await self._steps.off_loop(load)
 
@@ -84,9 +100,21 @@ class Slots:
         tokens = self._tokens(slot)
 
         async def forget() -> int:
+            if self._states is not None:
+                self._states.forget(tokens, self._kv.chain_of(tokens))
             return self._kv.forget(tokens)
 
         return await self._steps.between_steps(forget)
+
+    @property
+    def _states(self) -> StateCache | None:
+        return self._steps.scheduler.states
+
+    def _snapshot(self, tokens: list[int], n_tokens: int) -> Snapshot | None:
+        """The latest state within the first `n_tokens`, where the model has states."""
+        if self._states is None:
+            return None
+        return next(self._states.find(tokens, self._kv.chain_of(tokens), n_tokens), None)
 
     def _tokens(self, slot: int) -> list[int]:
         """What the slot last held.  Raises: RequestError."""
@@ -121,3 +149,10 @@ class Slots:
             has_new_line=answer.has_new_line,
             params=answer.params,
         )
+
+
+def _stateful(executor: Executor) -> StatefulExecutor:
+    """Raises: EngineBug where an executor has state slots and cannot save them."""
+    if not isinstance(executor, StatefulExecutor):
+        raise EngineBug(f"{type(executor).__name__} has states and cannot save or load them")
+    return executor

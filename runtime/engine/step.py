@@ -29,6 +29,14 @@ class Step:
     page_tables   i32[n_sequences, n_pages] KV pages of each sequence in order, padded with -1
     output_tokens i32[n_outputs]            tokens (indices into token_ids) whose logits are wanted
     page_copies   ((from, to), ...)         whole KV pages to copy before the step runs
+    state_slots   i32[n_sequences]          slot of each sequence's state; None: the model has none
+    state_copies  ((from, to), ...)         whole states to copy, in order, before the step runs
+    previous_tokens i32[n_sequences, n]     the n = `ExecutorLimits.n_previous` tokens before each
+                                            sequence's first one here, the nearest first; -1: there
+                                            is none; None: the model does not look at them
+
+    The state of a sequence whose first token here has position 0 starts empty, whatever its slot
+    holds; otherwise the slot holds the state after the token before.
     """
 
     kind: StepKind
@@ -38,6 +46,9 @@ class Step:
     page_tables: I32
     output_tokens: I32
     page_copies: tuple[tuple[int, int], ...] = ()
+    state_slots: I32 | None = None
+    state_copies: tuple[tuple[int, int], ...] = ()
+    previous_tokens: I32 | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -46,6 +57,12 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave.  logits: f32[n_outputs, n_vocab], valid until the executor's next step."""
+    """What a step gave.
+
+    logits      f32[n_outputs, n_vocab], valid until the executor's next step
+    not_finite  outputs whose logits are not numbers: only of a step with states, which cannot be
+                repeated for each sequence alone because the states have moved on
+    """
 
     logits: F32
+    not_finite: tuple[int, ...] = ()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.attention import BLOCK_TOKENS, ITEM
+from ops.cpu.attention import ITEM
 from ops.cpu.job import record
+from ops.cpu.kv_layout import BLOCK_TOKENS
 from ops.cpu.program import address_of, aligned
+from ops.cpu.spans import SPAN
 from ops.cpu.step_inputs import FITS, STEP_INPUTS, fill_function
 from runtime.engine.activation_rows import Rows
 from runtime.engine.executor import ExecutorLimits
@@ -36,6 +38,7 @@ class StepBuffers:
         self.items = aligned(max(n, self.max_partials), ITEM)
         self.partial_spans = aligned((n, 2), np.int32)
         self.output_tokens = aligned(n, np.int32)
+        self.spans = aligned(limits.max_sequences, SPAN)
         self.not_finite = aligned(1 + n, np.int32)  # of any output, then of each
         self.logits = aligned((n, limits.n_vocab), np.float32)
         self._is_output = aligned(n, np.int32)
@@ -95,5 +98,19 @@ class StepBuffers:
                 f"position {step.positions.max(initial=-1)}, is beyond the executor's "
                 f"{self._limits} or names a token that does not exist"
             )
+        if step.state_slots is not None:
+            self._fill_spans(step, step.state_slots)
         n_items, n_output_items, split = self._counts.tolist()
         return n_items, n_output_items, split
+
+    def _fill_spans(self, step: Step, slots: NDArray[np.int32]) -> None:
+        n, n_slots = len(slots), self._limits.n_state_slots
+        if n != len(step.page_tables) or not ((slots >= 0) & (slots < n_slots)).all():
+            raise EngineBug(
+                f"state slots {slots.tolist()} of {len(step.page_tables)} sequences; the executor "
+                f"has {n_slots}"
+            )
+        ends = np.searchsorted(step.rows, np.arange(n), side="right")
+        spans, starts = self.spans[:n], np.concatenate(([0], ends[:-1]))
+        spans["token"], spans["n_tokens"], spans["slot"] = starts, ends - starts, slots
+        spans["position"] = step.positions[starts]

@@ -19,6 +19,7 @@ class StepRows:
 
     n_rows: NDArray[np.int64]  # i64[1], read when the jobs run
     per_row: list[int] = field(default_factory=list)  # jobs of a chunk a row
+    slices: JobChunks = field(default_factory=list)  # jobs with several chunks for each row
     if_any: JobChunks = field(default_factory=list)  # jobs that are skipped without rows
 
 
@@ -29,6 +30,7 @@ class StepChunks:
     per_item            jobs with chunks for each attention item
     per_output_item     the same for the items that outputs depend on
     per_partial         jobs of a chunk a token where results of items are merged
+    per_sequence        jobs with chunks for each sequence
     """
 
     def __init__(self, n_tokens: NDArray[np.int64], n_outputs: NDArray[np.int64]) -> None:
@@ -36,33 +38,42 @@ class StepChunks:
         self.per_item: JobChunks = []
         self.per_output_item: JobChunks = []
         self.per_partial: list[int] = []
+        self.per_sequence: JobChunks = []
 
     def freeze(self, program: Program) -> None:
         """Take the finished program."""
         self._n_chunks = program.n_chunks
-        self._applied = (-1, -1, -1, -1, -1)
+        self._applied = (-1, -1, -1, -1, -1, -1)
         self._frozen = [
             _arrays(jobs)
             for jobs in (
-                [(job, 1) for job in self.tokens.per_row],
-                [(job, 1) for job in self.outputs.per_row],
+                [(job, 1) for job in self.tokens.per_row] + self.tokens.slices,
+                [(job, 1) for job in self.outputs.per_row] + self.outputs.slices,
                 self.tokens.if_any,
                 self.outputs.if_any,
                 self.per_item,
                 self.per_output_item,
                 [(job, 1) for job in self.per_partial],
+                self.per_sequence,
             )
         ]
 
     def apply(
-        self, n_tokens: int, n_outputs: int, n_items: int, n_output_items: int, merged: int
+        self,
+        n_tokens: int,
+        n_outputs: int,
+        n_sequences: int,
+        n_items: int,
+        n_output_items: int,
+        merged: int,
     ) -> None:
         """Set the chunks of a step; see `StepBuffers.fill`."""
-        wanted = (n_tokens, n_outputs, n_items, n_output_items, merged)
+        wanted = (n_tokens, n_outputs, n_sequences, n_items, n_output_items, merged)
         if wanted == self._applied:
             return  # while sequences decode, steps are alike
         units = (
-            n_tokens, n_outputs, 1, int(n_outputs > 0), n_items, n_output_items, n_tokens * merged
+            n_tokens, n_outputs, 1, int(n_outputs > 0), n_items, n_output_items, n_tokens * merged,
+            n_sequences,
         )  # fmt: skip
         for (jobs, chunks), n in zip(self._frozen, units, strict=True):
             self._n_chunks[jobs] = chunks * n

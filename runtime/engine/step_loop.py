@@ -19,7 +19,7 @@ from runtime.engine.sampler import Choice
 from runtime.engine.scheduler import Plan, Scheduler
 from runtime.engine.sequence import Sequence, State
 from runtime.engine.statistics import Counters
-from runtime.engine.step import F32, Step, StepKind
+from runtime.engine.step import F32, Step, StepKind, StepResult
 from runtime.errors import ComputeError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -148,10 +148,15 @@ class StepLoop:
     async def _compute(self, plan: Plan, step: Step) -> F32:
         """The logits of the step.  A sequence whose numbers are not finite fails alone."""
         try:
-            return (await self.executor.run(step)).logits
+            result = await self.executor.run(step)
+            if result.not_finite:
+                self._fail_outputs(plan, result)
+            return result.logits
         except ComputeError as error:
-            if len(plan.parts) == 1:
-                self._fail(plan.parts[0].sequence, error)
+            if len(plan.parts) == 1 or step.state_slots is not None:
+                # States have moved on: what is repeated would be another step.
+                for part in plan.parts:
+                    self._fail(part.sequence, error)
                 return np.empty((len(step.output_tokens), 0), np.float32)
         logger.warning("a step of %d sequences failed: computing each alone", len(plan.parts))
         rows: list[F32] = []
@@ -167,6 +172,13 @@ class StepLoop:
             if len(values):
                 logits[row] = values
         return logits
+
+    def _fail_outputs(self, plan: Plan, result: StepResult) -> None:
+        """Fail the sequences of the outputs that are not finite."""
+        wanting = [part.sequence for part in plan.parts if part.wants_logits]
+        for row in result.not_finite:
+            error = ComputeError(f"the logits of output {row} of the step are not finite")
+            self._fail(wanting[row], error)
 
     async def _answer(self, ready: list[tuple[int, Sequence]], logits: F32) -> None:
         """Choose the next token of every sequence in `ready` and send it."""

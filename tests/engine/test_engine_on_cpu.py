@@ -12,7 +12,8 @@ import runtime
 from ops.quants import FORMATS
 from tests.support.fake_engine import GREEDY, ids, read
 from tests.support.gguf_writer import Tensor
-from tests.support.tiny_models import N_VOCAB, quantized_olmoe
+from tests.support.tiny_model import N_VOCAB
+from tests.support.tiny_models import quantized_olmoe
 
 pytestmark = pytest.mark.usefixtures("no_task_is_left")
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, redirect_stderr
+from typing import Any
 
 import pytest
 
@@ -193,11 +194,13 @@ def test_ctrl_c_ends_the_program_while_a_thread_loads() -> None:
         ({"n_ctx": 1}, "n_ctx = 1: use"),
         ({"n_parallel": 10**8}, "n_parallel"),
         ({"n_batch": 10**9}, "n_batch"),
+        ({"moe_expert_cache": -2}, "moe_expert_cache = -2: use a whole number of -1 to"),
+        ({"vram_limit": 0.0}, "vram_limit = 0.0: use GiB"),
         ({"n_ctx": 3, "n_parallel": 2}, "leaves 1 tokens a sequence: use n_ctx of at least 4"),
     ],
 )
 def test_absurd_sizes_are_refused_before_anything_is_opened(
-    settings: dict[str, int], message: str
+    settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(runtime.ConfigError, match=message):
         EngineConfig(**settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -117,3 +119,15 @@ def test_a_position_without_a_page_is_marked() -> None:
                  step.output_tokens)  # fmt: skip
     buffers.fill(short)
     assert buffers.cell_pages[0] == -1
+
+
+def test_sequences_with_states_get_their_spans() -> None:
+    limits = replace(LIMITS, n_state_slots=4)
+    buffers = StepBuffers(limits, TILE)
+    step = make_step(StepKind.PREFILL, [(0, 10), (508, 520), (5, 6)], [22])
+    slots = np.array([3, 0, 2], np.int32)
+    buffers.fill(replace(step, state_slots=slots))
+    assert buffers.spans[:3].tolist() == [(0, 10, 0, 3), (10, 12, 508, 0), (22, 1, 5, 2)]
+    for wrong in ([3, 0, 4], [3, -1, 2], [3, 0]):
+        with pytest.raises(EngineBug, match="state slots"):
+            buffers.fill(replace(step, state_slots=np.array(wrong, np.int32)))

@@ -14,7 +14,7 @@ from typing import Any
 from ops.gpu.catalog import every_kernel
 from runtime.cuda.device import Device
 from runtime.cuda.driver import open_driver
-from runtime.errors import EngineError
+from runtime.errors import DeviceLost, EngineError
 from tests.support.cases import every_case
 from tests.support.machines import DeviceMachine
 
@@ -34,8 +34,8 @@ def missing() -> list[str]:
     return [name for name, kernel in every_kernel() if kernel.proof_hash not in seen]
 
 
-def record(folder: Path, only: str) -> list[str]:
-    """Run the cases of kernels whose name contains `only` on the first GPU; what failed.
+def record(folder: Path, source: str) -> list[str]:
+    """Run the cases of the kernels in ptx/`source`.ptx ('': all) on the first GPU; what failed.
 
     Rows of other kernels in the file stay, if their kernels are still what they were.
     """
@@ -52,14 +52,17 @@ def record(folder: Path, only: str) -> list[str]:
         new: list[dict[str, Any]] = []
         for case in every_case():
             proof = case.kernel.proof_hash
-            if proof not in names or only not in names[proof]:
+            if proof not in names or source not in ("", case.kernel.source.removesuffix(".ptx")):
                 continue
             row = {"kernel": names[proof], "case": case.name}
             try:
                 outcome = case.run(machine)
+            except DeviceLost as error:
+                failed.append(f"{names[proof]}, {case.name}: {error}")
+                break  # nothing runs on this device any more
             except EngineError as error:
                 failed.append(f"{names[proof]}, {case.name}: {error}")
-                break
+                continue
             finally:
                 machine.clear()
             row |= {"passed": outcome.passed, "compared": outcome.result.size}
@@ -86,13 +89,13 @@ def main() -> int:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--missing", action="store_true", help="list kernels no GPU has run")
     action.add_argument("--record", action="store_true", help="run all cases on the first GPU")
-    parser.add_argument("--only", default="", help="with --record: kernels whose name has this")
+    parser.add_argument("--source", default="", help="with --record: kernels of this file alone")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="with --record: where to write")
     options = parser.parse_args()
     if options.missing:
         lines = [f"not yet seen on a GPU: {name}\n" for name in missing()]
     else:
-        lines = [f"failed: {line}\n" for line in record(options.folder, options.only)]
+        lines = [f"failed: {line}\n" for line in record(options.folder, options.source)]
     sys.stdout.writelines(lines)
     return 1 if lines else 0
 

@@ -116,6 +116,8 @@ def test_settings(tmp_path: Path) -> None:
             "off",
             "--no-prefill-assistant",
             "--no-cache-prompt",
+            "--ctx-checkpoints",
+            "5",
             "--cors-origins",
             "http://a.b",
         ],
@@ -133,6 +135,13 @@ def test_settings(tmp_path: Path) -> None:
     config = engine_config(given, None)
     assert (config.n_ctx, config.n_parallel, config.n_threads, config.n_batch) == (64, 2, 3, 16)
     assert (config.cache_type_k, config.prefix_cache) == ("q8_0", False)
+    assert config.n_snapshots == 5
+    assert (config.device, config.vram_limit, config.moe_expert_cache) == ("auto", None, -1)
+    gpu = engine_config(
+        parse("-dev", "CUDA0", "--vram-limit", "7.5", "--moe-expert-cache", "8"), None
+    )
+    assert (gpu.device, gpu.vram_limit, gpu.moe_expert_cache) == ("cuda", 7.5, 8)
+    assert engine_config(parse("--device-kind", "none"), None).device == "cpu"
     plain = engine_config(parse("-c", "0", "-t", "-1"), None)
     assert (plain.n_ctx, plain.n_threads, plain.n_batch) == (None, None, 512)
 
@@ -141,11 +150,11 @@ def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LLAMA_MOE_CACHE_STATS", "1")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZ", "64")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
-    given = parse("-ngl", "99", "--moe-expert-cache", "-1", "-fa", "on", "-c", "64")
+    given = parse("-ngl", "99", "--moe-cache-window", "64", "-fa", "on", "-c", "64")
     lines = cli.explain(given, engine_config(given, None), server_settings(given))
     text = "\n".join(lines)
     for name in (
-        "-ngl", "--moe-expert-cache", "-fa", "LLAMA_MOE_CACHE_STATS", "LLAMA_ARG_CTX_SIZ"
+        "-ngl", "--moe-cache-window", "-fa", "LLAMA_MOE_CACHE_STATS", "LLAMA_ARG_CTX_SIZ"
     ):  # fmt: skip
         assert f"note: {name} has no effect: " in text
     assert "LLAMA_ARG_CTX_SIZE " not in text

@@ -1,7 +1,8 @@
 """The CUDA driver's functions over host memory, with the names of cuda.bindings.driver.
 
 Streams run in order; a held one waits, so that every interleaving is a test. Calls fail on demand,
-and `live` shows what was not given back. Kernels are Python functions found by entry name.
+and `live` shows what was not given back. Kernels are Python functions found by entry name; others
+are interpreted, from the text that was assembled.
 tests/cuda/test_fake_driver.py holds names, parameters and constants against the real bindings.
 """
 
@@ -20,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ptx
+from tests.support import ptx as interpreter
 from tests.support.cuda_constants import ATTRIBUTES, ENUMS, CUjit_option, CUresult
+from tests.support.ptx.host_memory import HostMemory
 
 NO_CONTEXT = frozenset(
     f"cu{name}"
@@ -69,6 +72,20 @@ class CUlaunchConfig:
 
 
 @dataclass
+class FakeFunction:
+    """An entry of a text, and its kernel in the interpreter once it has run."""
+
+    entry: ptx.Entry
+    text: str
+    kernel: interpreter.Kernel | None = None
+
+    def interpreted(self) -> interpreter.Kernel:
+        if self.kernel is None:
+            self.kernel = interpreter.load(self.text, self.entry.name)[self.entry.name]
+        return self.kernel
+
+
+@dataclass
 class FakeStream:
     queue: deque[Operation] = field(default_factory=deque)
     held: bool = False
@@ -100,6 +117,9 @@ class FakeDriver:
         self.n_devices = 1
         self.attributes = {n: value for n, (_, value) in ATTRIBUTES.items()}
         self.kernels: dict[str, Kernel] = {}
+        self.memory = HostMemory()
+        self.host: Callable[[], None] | None = None
+        """Plays the CPU while all threads of an interpreted kernel poll."""
         self.fail: dict[str, CUresult] = {}
         self.out_of_memory_at: int | None = None
         self.n_allocating = 0
@@ -107,6 +127,7 @@ class FakeDriver:
         self.objects: dict[int, tuple[str, Any]] = {}
         self.lost: CUresult | None = None
         self._handles = count(0x1000)
+        self._lock = threading.RLock()
         self._thread = threading.local()
 
     @property
@@ -134,8 +155,9 @@ class FakeDriver:
     def _call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.calls[name] += 1
         try:
-            self._may_fail(name)
-            result = function(*args)
+            with self._lock:
+                self._may_fail(name)
+                result = function(*args)
         except Failure as failure:
             return (failure.code, None)
         if result is None:
@@ -256,19 +278,24 @@ class FakeDriver:
             raise Failure("INVALID_VALUE")
         if bytesize > self._cuMemGetInfo()[0]:
             raise Failure("OUT_OF_MEMORY")
-        memory = np.full(bytesize, 0xA5, np.uint8)
+        whole = np.full(bytesize + 256, 0xA5, np.uint8)
+        memory = whole[-whole.ctypes.data % 256 :][:bytesize]  # aligned as the driver's are
+        self.memory.open(memory.ctypes.data, bytesize)
         return self._new("memory", memory, memory.ctypes.data)
 
     def _cuMemFree(self, dptr: Any) -> None:
         self._drop("memory", dptr)
+        self.memory.close(int(dptr))
 
     def _cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
         self._new("registered", bytesize, p)
+        self.memory.open(p, bytesize, writable=not Flags & self.CU_MEMHOSTREGISTER_READ_ONLY)
 
     def _cuMemHostUnregister(self, p: int) -> None:
         if self.objects.get(p, ("",))[0] != "registered":
             raise Failure("HOST_MEMORY_NOT_REGISTERED")
         del self.objects[p]
+        self.memory.close(p)
 
     def _cuMemHostGetDevicePointer(self, p: int, Flags: int) -> int:
         self._get("registered", p)
@@ -297,6 +324,13 @@ class FakeDriver:
         source = self._span(int(srcDevice), ByteCount).ctypes.data
         self._enqueue(hStream, lambda: bool(ctypes.memmove(dstHost, source, ByteCount)))
 
+    def _cuMemcpyDtoDAsync(
+        self, dstDevice: Any, srcDevice: Any, ByteCount: int, hStream: Any
+    ) -> None:
+        target = self._span(int(dstDevice), ByteCount).ctypes.data
+        source = self._span(int(srcDevice), ByteCount).ctypes.data
+        self._enqueue(hStream, lambda: bool(ctypes.memmove(target, source, ByteCount)))
+
     def _cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
         target = self._span(int(dstDevice), N)
         address = target.ctypes.data
@@ -307,6 +341,10 @@ class FakeDriver:
 
     def _cuStreamDestroy(self, hStream: Any) -> None:
         self._drop("stream", hStream)
+
+    def _cuStreamQuery(self, hStream: Any) -> None:
+        if self._get("stream", hStream).queue:
+            raise Failure("NOT_READY")
 
     def _cuStreamSynchronize(self, hStream: Any) -> None:
         if self._get("stream", hStream).queue:
@@ -375,7 +413,8 @@ class FakeDriver:
     def _cuModuleLoadData(self, image: bytes) -> int:
         if not image.startswith(b"CUBIN"):
             raise Failure("INVALID_IMAGE")
-        return self._new("module", {e.name: e for e in ptx.entries(image[5:].decode())})
+        text = image[5:].decode()
+        return self._new("module", {e.name: FakeFunction(e, text) for e in ptx.entries(text)})
 
     def _cuModuleUnload(self, hmod: Any) -> None:
         self._drop("module", hmod)
@@ -391,16 +430,37 @@ class FakeDriver:
             raise Failure("INVALID_VALUE")
 
     def _cuLaunchKernelEx(self, config: Any, f: Any, kernelParams: int, extra: int) -> None:
-        pointers = (ctypes.c_uint64 * len(f.params)).from_address(kernelParams)
+        params = f.entry.params
+        pointers = (ctypes.c_uint64 * len(params)).from_address(kernelParams)
         values = [
             (ctypes.c_uint64 if param.n_bytes == 8 else ctypes.c_uint32).from_address(at).value
-            for at, param in zip(pointers, f.params, strict=True)
+            for at, param in zip(pointers, params, strict=True)
         ]
-        self._enqueue(config.hStream, lambda: self._run(f.name, config, values))
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        block, shared_bytes = config.blockDimX, config.sharedMemBytes
+        self._enqueue(config.hStream, lambda: self._run(f, grid, block, shared_bytes, values))
 
-    def _run(self, entry: str, config: Any, values: list[int]) -> bool:
+    def _run(
+        self,
+        function: FakeFunction,
+        grid: tuple[int, int, int],
+        block: int,
+        shared_bytes: int,
+        values: list[int],
+    ) -> bool:
+        name = function.entry.name
+        if name not in self.kernels:
+            arguments = [
+                float(np.uint32(value).view(np.float32)) if param.type == "f32" else value
+                for value, param in zip(values, function.entry.params, strict=True)
+            ]
+            function.interpreted().launch(
+                self.memory, grid, (block,), arguments,
+                dynamic_shared=shared_bytes, host=self.host,
+            )  # fmt: skip
+            return True
         try:
-            self.kernels[entry](self._span, *values)
+            self.kernels[name](self._span, *values)
         except Failure:
             self.lost = CUresult["CUDA_ERROR_ILLEGAL_ADDRESS"]
         return True

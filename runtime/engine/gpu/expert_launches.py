@@ -1,0 +1,291 @@
+"""The products of routed experts as launches: slot by slot, or grouped by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ops.gpu import activate as activate_kernel
+from ops.gpu.activate import ACTIVATIONS, activate
+from ops.gpu.expert import expert_down, expert_gate_up
+from ops.gpu.mailbox import mailbox
+from ops.gpu.router import group, group_shared_bytes
+from ops.gpu.row_launch import BLOCK_FORMATS
+from ops.quants.block import ActivationKind
+from runtime.engine.gpu.matrix_launches import GemmSize, add_gemm, row_launch
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_fields
+from runtime.models.spec import Activation, DenseSpec, MoeSpec
+
+ACTIVATION_NUMBERS = {
+    Activation.SWIGLU: ACTIVATIONS.index(activate_kernel.SWIGLU),
+    Activation.SWIGLU_CLAMPED: ACTIVATIONS.index(activate_kernel.SWIGLU_CLAMPED),
+    Activation.SWIGLU_OAI: ACTIVATIONS.index(activate_kernel.SWIGLU_OAI),
+}
+
+GROUPED_TOKENS = 16
+"""From so many tokens on experts' weights are read once for all their tokens."""
+
+GATE, DOWN = 0, 2
+"""Columns of the table of experts; up follows gate."""
+
+ADDRESS_SPACE = 1 << 64
+"""Steps between two addresses are counted modulo this."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where a layer's routing lies.  Slot s belongs to token s // n_used.
+
+    layer    the layer's number among those with routed experts
+    choices  i32[n_tokens, n_used];  weights f32[n_tokens, n_used]
+    experts  u64[n_slots, 4]: the rows of the table of experts
+    table    address of the layer's part of that table
+    """
+
+    layer: int
+    choices: int
+    weights: int
+    experts: int
+    shared_weights: int
+    table: int
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """f32 rows, `stride` values apart, at two addresses."""
+
+    gate: int
+    up: int
+    stride: int
+
+
+def add_experts(
+    parts: PlanParts, layer: int, block: MoeSpec, x: DeviceRows, routed: Routed
+) -> Mapping[str, int]:
+    """Add the products of the experts that are on the GPU; the norm's arguments for their sum."""
+    formats = {parts.format_of(linear.weight).name for linear in block.expert_linears}
+    gate, up = block.gate_up[0], block.gate_up[-1]
+    alike = parts.format_of(gate.weight) is parts.format_of(up.weight)
+    if parts.n_tokens >= GROUPED_TOKENS or not (alike and formats <= set(BLOCK_FORMATS)):
+        return _add_grouped(parts, f"{layer}.experts", block, x, routed)
+    return _add_by_slot(parts, f"{layer}.experts", block, x, routed)
+
+
+def add_activation(
+    parts: PlanParts,
+    name: str,
+    block: DenseSpec | MoeSpec,
+    kind: ActivationKind,
+    rows: GateUp,
+    hidden: DeviceRows,
+    per_token: int,
+) -> None:
+    """hidden = activation(gate, up), `per_token` rows a token."""
+    n = block.n_ff
+    parts.plan.add(
+        name,
+        activate(kind, overlapped=parts.overlapped),
+        (-(-n // activate_kernel.BLOCK_VALUES), hidden.n_rows),
+        {
+            "gate": rows.gate,
+            "up": rows.up,
+            "gate_stride": rows.stride,
+            "up_stride": rows.stride,
+            "n": n,
+            "count": parts.token_count,
+            "per_token": per_token,
+            "activation": ACTIVATION_NUMBERS[block.activation],
+            "limit": block.activation_limit,
+            "out": hidden.want(kind),
+        },
+        overlapped=parts.overlapped,
+    )
+
+
+def _add_by_slot(
+    parts: PlanParts, name: str, block: MoeSpec, x: DeviceRows, routed: Routed
+) -> Mapping[str, int]:
+    """Every slot reads its expert's weights by itself."""
+    n, n_slots, n_out = x.width, parts.n_tokens * block.n_used, block.down.n_out
+    y = parts.room.place(f"expert out {n_out}", 4 * n_slots * n_out)
+    _add_mailbox(parts, name, block, x, routed, y, 0)
+    gate, up = block.gate_up[0], block.gate_up[-1]
+    gate_format, vector = parts.format_of(gate.weight), parts.weights.vector
+    launch = row_launch(parts, gate_format, n)
+    h = parts.room.place(f"expert h {block.n_ff}", 4 * n_slots * block.n_ff)
+    parts.plan.add(
+        f"{name}.gate_up",
+        expert_gate_up(gate_format, launch),
+        launch.grid(block.n_ff, n_slots),
+        {
+            "records": x.want(gate_format.activation),
+            "experts": routed.experts,
+            "table": parts.grid_table(gate_format),
+            "h": h,
+            "choices": routed.choices,
+            "gate_scales": vector(gate.scale),
+            "gate_biases": vector(gate.bias),
+            "up_scales": vector(up.scale),
+            "up_biases": vector(up.bias),
+            "n": n,
+            "n_rows": block.n_ff,
+            "n_used": block.n_used,
+            "activation": ACTIVATION_NUMBERS[block.activation],
+            "limit": block.activation_limit,
+            **record_fields(gate_format.activation, n),
+        },
+        shared_bytes=launch.shared_bytes(gate_format, n),
+        overlapped=parts.overlapped,
+    )
+    down_format = parts.format_of(block.down.weight)
+    launch = row_launch(parts, down_format, block.n_ff)
+    parts.plan.add(
+        f"{name}.down",
+        expert_down(down_format, launch),
+        launch.grid(-(-n_out // 2), n_slots),
+        {
+            "h": h,
+            "experts": routed.experts,
+            "table": parts.grid_table(down_format),
+            "y": y,
+            "choices": routed.choices,
+            "scales": vector(block.down.scale),
+            "biases": vector(block.down.bias),
+            "n": block.n_ff,
+            "n_rows": n_out,
+            **record_fields(down_format.activation, block.n_ff),
+        },
+        shared_bytes=launch.shared_bytes(down_format, block.n_ff),
+        overlapped=parts.overlapped,
+    )
+    _join_mailbox(parts)
+    return {"expert_out": y}
+
+
+def _add_grouped(
+    parts: PlanParts, name: str, block: MoeSpec, x: DeviceRows, routed: Routed
+) -> Mapping[str, int]:
+    """Slots in the order of their experts, so that tensor cores read each expert's weights once."""
+    n_ff, n_out, n_slots = block.n_ff, block.down.n_out, parts.n_tokens * block.n_used
+    place, vector = parts.room.place, parts.weights.vector
+    slots = place("slots", 4 * n_slots)
+    slot_tokens = place("slot tokens", 4 * n_slots)
+    offsets = place(f"expert offsets {block.n_expert}", 4 * (block.n_expert + 1))
+    parts.plan.add(
+        f"{name}.group",
+        group(overlapped=parts.overlapped),
+        (1,),
+        {
+            "choices": routed.choices,
+            "count": parts.token_count,
+            "n_used": block.n_used,
+            "n_expert": block.n_expert,
+            "offsets": offsets,
+            "slots": slots,
+            "slot_tokens": slot_tokens,
+        },
+        shared_bytes=group_shared_bytes(block.n_expert),
+        overlapped=parts.overlapped,
+    )
+    y = place(f"expert out {n_out}", 4 * n_slots * n_out)
+    _add_mailbox(parts, name, block, x, routed, y, slots)
+    step = 4 * n_slots * n_ff
+    rows = place(f"expert gate up {n_ff}", 2 * step)
+    sorted_slots = {"rows": slot_tokens, "offsets": offsets, "matrices": routed.table}
+    _add_gate_up(parts, f"{name}.gate_up", block, x, rows, step, sorted_slots)
+    kind = parts.format_of(block.down.weight).activation
+    hidden = DeviceRows(parts.room, f"expert hidden {n_ff}", n_slots, n_ff)
+    gate_up = GateUp(rows, rows + step, n_ff)
+    add_activation(parts, f"{name}.activate", block, kind, gate_up, hidden, block.n_used)
+    add_gemm(
+        parts,
+        f"{name}.down",
+        GemmSize(parts.format_of(block.down.weight), n_ff, n_out, n_slots, block.n_expert),
+        {
+            "records": hidden.want(kind),
+            "offsets": offsets,
+            "matrices": routed.table,
+            "column": DOWN,
+            "y": y,
+            "y_stride": n_out,
+            "bias": vector(block.down.bias),
+            "factors": vector(block.down.scale),
+        },
+    )
+    _join_mailbox(parts)
+    return {"expert_out": y, "slots": slots}
+
+
+def _add_gate_up(
+    parts: PlanParts,
+    name: str,
+    block: MoeSpec,
+    x: DeviceRows,
+    y: int,
+    y_step: int,
+    sorted_slots: Mapping[str, int],
+) -> None:
+    """Gate rows at y and up rows y_step bytes further on: one launch where the formats agree."""
+    vector, n_slots = parts.weights.vector, parts.n_tokens * block.n_used
+    gate, up = block.gate_up[0], block.gate_up[-1]
+    formats = [parts.format_of(linear.weight) for linear in (gate, up)]
+    together = formats[0] is formats[1]
+    for column, (linear, fmt) in enumerate(zip((gate, up), formats, strict=True)):
+        n_columns = 2 if together else 1
+        if together and column == 1:
+            return
+        add_gemm(
+            parts,
+            name,
+            GemmSize(fmt, x.width, block.n_ff, n_slots, block.n_expert, n_columns),
+            {
+                **sorted_slots,
+                "records": x.want(fmt.activation),
+                "column": GATE + column,
+                "y": y + column * y_step,
+                "y_step": y_step,
+                "y_stride": block.n_ff,
+                "bias": vector(linear.bias),
+                "bias_step": (vector(up.bias) - vector(gate.bias)) % ADDRESS_SPACE,
+                "factors": vector(linear.scale),
+                "factors_step": (vector(up.scale) - vector(gate.scale)) % ADDRESS_SPACE,
+            },
+        )
+
+
+def _add_mailbox(
+    parts: PlanParts,
+    name: str,
+    block: MoeSpec,
+    x: DeviceRows,
+    routed: Routed,
+    y: int,
+    slots: int,
+) -> None:
+    """Begin a branch that gets the rows of y whose experts are not on the GPU from the CPU."""
+    if parts.mailboxes is None:
+        return
+    launch, arguments = parts.mailboxes.mailbox(routed.layer, parts.n_tokens)
+    with parts.plan.side_branch():
+        parts.plan.add(
+            f"{name}.mailbox",
+            mailbox(launch.block),
+            launch.grid,
+            {
+                "epoch": parts.memory.epoch,
+                "counts": parts.token_count,
+                "experts": routed.experts,
+                "choices": routed.choices,
+                "records": x.want(parts.format_of(block.gate_up[0].weight).activation),
+                "y": y,
+                "slots": slots,
+                **arguments,
+            },
+            shared_bytes=launch.shared_bytes,
+        )
+
+
+def _join_mailbox(parts: PlanParts) -> None:
+    """What follows needs every row."""
+    if parts.mailboxes is not None:
+        parts.plan.join()

@@ -1,0 +1,142 @@
+"""The feed-forward blocks of layers as launches: dense blocks, routers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ops.gpu import router as router_kernel
+from ops.gpu.expert import ADDRESSES
+from ops.gpu.router import route
+from runtime.engine.gpu.expert_launches import GateUp, Routed, add_activation, add_experts
+from runtime.engine.gpu.experts import choices_shape, moe_layers
+from runtime.engine.gpu.matrix_launches import (
+    Output,
+    Product,
+    add_products,
+    joined,
+    want_inputs,
+)
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
+from runtime.models.spec import DenseSpec, FeedForward, MoeSpec, RouterScore
+
+SCORES = {
+    RouterScore.SOFTMAX: router_kernel.SOFTMAX,
+    RouterScore.SIGMOID: router_kernel.SIGMOID,
+    RouterScore.SOFTMAX_SELECTED: router_kernel.SOFTMAX_SELECTED,
+}
+FLOATS = 4
+"""Rows of f32 values begin at multiples of so many: 16-byte loads."""
+
+
+class FeedForwardLaunches:
+    """Adds the launches of feed-forward blocks to a plan; layers alike share their places."""
+
+    def __init__(self, parts: PlanParts, table_stride: int) -> None:
+        """table_stride: bytes of the table of experts from a layer to the next."""
+        self._parts, self._table_stride = parts, table_stride
+        self._moe_layers = [index for index, _ in moe_layers(parts.model.spec)]
+
+    def prepare(self, block: FeedForward, x: DeviceRows) -> None:
+        """Ask x, the normalised rows, for the forms that the first products need."""
+        want_inputs(self._parts, block.input_linears, x)
+
+    def add(self, layer: int, block: FeedForward, x: DeviceRows) -> Mapping[str, int]:
+        """Add the block; what the next norm adds to the residual stream, see `add_norm`."""
+        if isinstance(block, DenseSpec):
+            return {"delta": self._dense(f"{layer}.dense", block, x)}
+        return self._moe(layer, block, x)
+
+    def _dense(self, name: str, block: DenseSpec, x: DeviceRows) -> int:
+        """Address of f32[n_tokens, n_embd]."""
+        parts, n_ff = self._parts, block.n_ff
+        stride = -(-2 * n_ff // FLOATS) * FLOATS
+        gate_up = parts.room.place(f"gate up {stride}", 4 * parts.n_tokens * stride)
+        out = Output(gate_up, stride)
+        products = joined(block.gate_up)
+        add_products(parts, f"{name}.gate_up", products, x, out, parts.token_count, parts.n_tokens)
+        kind = parts.format_of(block.down.weight).activation
+        hidden = DeviceRows(parts.room, f"hidden {n_ff}", parts.n_tokens, n_ff)
+        rows = GateUp(gate_up, gate_up + 4 * n_ff, stride)
+        add_activation(parts, f"{name}.activate", block, kind, rows, hidden, 1)
+        n_out = block.down.n_out
+        result = parts.room.place(f"dense out {n_out}", 4 * parts.n_tokens * n_out)
+        add_products(
+            parts,
+            f"{name}.down",
+            [Product(block.down)],
+            hidden,
+            Output(result, n_out),
+            parts.token_count,
+            parts.n_tokens,
+        )
+        return result
+
+    def _moe(self, layer: int, block: MoeSpec, x: DeviceRows) -> Mapping[str, int]:
+        parts = self._parts
+        routed = self._route(layer, block, x)
+        pending = {"weights": routed.weights, "n_used": block.n_used}
+        pending |= add_experts(parts, layer, block, x, routed)
+        if block.shared is not None:
+            pending["shared"] = self._dense(f"{layer}.shared", block.shared.dense, x)
+            if block.shared.gate is not None:
+                pending["shared_weights"] = routed.shared_weights
+        return pending
+
+    def _route(self, layer: int, block: MoeSpec, x: DeviceRows) -> Routed:
+        """The router's product and choice, the shared expert's gate with it."""
+        parts, router = self._parts, block.router
+        n, n_slots = parts.n_tokens, parts.n_tokens * block.n_used
+        gate = block.shared.gate if block.shared is not None else None
+        gate_at = -(-block.n_expert // FLOATS) * FLOATS
+        stride = gate_at + (0 if gate is None else FLOATS)
+        logits = parts.room.place(f"router logits {stride}", 4 * n * stride)
+        products = [Product(router.linear)] + ([] if gate is None else [Product(gate, gate_at)])
+        out = Output(logits, stride)
+        add_products(parts, f"{layer}.router", products, x, out, parts.token_count, n)
+        number = self._moe_layers.index(layer)
+        routed = Routed(
+            layer=number,
+            choices=choices_place(parts) + 4 * number * n * choices_shape(parts.model.spec, n)[2],
+            weights=parts.room.place("expert weights", 4 * n_slots),
+            experts=parts.room.place("experts", 8 * ADDRESSES * n_slots),
+            shared_weights=parts.room.place("shared weights", 4 * n),
+            table=parts.memory.table + layer * self._table_stride,
+        )
+        parts.plan.add(
+            f"{layer}.route",
+            route(overlapped=parts.overlapped),
+            (n,),
+            {
+                "logits": logits,
+                "logits_stride": stride,
+                "count": parts.token_count,
+                "bias": parts.weights.vector(router.selection_bias),
+                "n_expert": block.n_expert,
+                "n_used": block.n_used,
+                "score": SCORES[router.score],
+                "n_groups": router.n_groups,
+                "n_groups_used": router.n_groups_used,
+                "renormalise": router.renormalise,
+                "scale": router.scale,
+                "table": routed.table,
+                "shared_logits": 0 if gate is None else logits + 4 * gate_at,
+                "shared_stride": stride,
+                "choices": routed.choices,
+                "weights": routed.weights,
+                "experts": routed.experts,
+                "shared_weights": routed.shared_weights,
+            },
+            overlapped=parts.overlapped,
+        )
+        return routed
+
+
+def choices_place(parts: PlanParts) -> int:
+    """Address of the choices of all layers, see `choices_shape`; the bytes are a multiple of 16."""
+    return parts.room.place("choices", choices_bytes(parts))
+
+
+def choices_bytes(parts: PlanParts) -> int:
+    """Bytes of them."""
+    n_layers, n_tokens, n_used = choices_shape(parts.model.spec, parts.n_tokens)
+    return -(-4 * n_layers * n_tokens * n_used // 16) * 16

@@ -1,0 +1,140 @@
+"""LaunchPlan: the launches of a step in order, as data, and the memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ops.gpu.kernel import Kernel
+from runtime.cuda.memory import slot_bytes
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """A kernel and everything its launch takes.
+
+    name        what it is for, as in `3.qkv`
+    overlapped  it waits for its predecessor itself
+    side        it belongs to the branch beside the main one
+    """
+
+    name: str
+    kernel: Kernel
+    grid: Grid
+    arguments: Mapping[str, float]
+    shared_bytes: int
+    overlapped: bool
+    side: bool
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The side branch begins: it waits for what the main one has so far."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """The main branch waits for the side branch."""
+
+
+Node = PlannedLaunch | Fork | Join
+
+
+@dataclass
+class LaunchPlan:
+    """What a graph is captured from."""
+
+    nodes: list[Node] = field(default_factory=list)
+    _side: bool = False
+    _joined: bool = False
+
+    def add(
+        self,
+        name: str,
+        kernel: Kernel,
+        grid: Grid,
+        arguments: Mapping[str, float],
+        *,
+        shared_bytes: int = 0,
+        overlapped: bool = False,
+    ) -> None:
+        """Add a launch behind all others of its branch.
+
+        Behind a join it never starts early: it has two predecessors.
+        """
+        early = overlapped and not self._joined
+        self._joined = False
+        self.nodes.append(
+            PlannedLaunch(name, kernel, grid, arguments, shared_bytes, early, self._side)
+        )
+
+    @contextmanager
+    def side_branch(self) -> Iterator[None]:
+        """Launches added inside run beside those of the main branch until `join`."""
+        self.nodes.append(Fork())
+        self._side = True
+        try:
+            yield
+        finally:
+            self._side = False
+
+    def join(self) -> None:
+        """What is added from here on runs after the side branch."""
+        self.nodes.append(Join())
+        self._joined = True
+
+    @property
+    def launches(self) -> list[PlannedLaunch]:
+        return [node for node in self.nodes if isinstance(node, PlannedLaunch)]
+
+
+class Room:
+    """Places in one allocation, by name: asked for again, a place is the same.
+
+    A plan that is made with the base 0 tells how much there has to be.
+    """
+
+    def __init__(self, base: int = 0) -> None:
+        self._base = base
+        self._places: dict[str, tuple[int, int]] = {}
+        self.n_bytes = 0
+
+    def place(self, name: str, n_bytes: int) -> int:
+        """The address of so many bytes, aligned to 256."""
+        offset, known = self._places.get(name, (self.n_bytes, n_bytes))
+        if known < n_bytes:
+            raise ValueError(f"{name} has {known} bytes, not {n_bytes}")
+        if name not in self._places:
+            self._places[name] = (offset, n_bytes)
+            self.n_bytes += slot_bytes(n_bytes)
+        return self._base + offset
+
+
+class Constants:
+    """Small read-only arrays that launches point to, in one allocation of the GPU."""
+
+    def __init__(self, base: int = 0) -> None:
+        self._base = base
+        self._known: dict[bytes, int] = {}
+        self._parts: list[bytes] = []
+        self.n_bytes = 0
+
+    def place(self, array: NDArray[Any]) -> int:
+        """The address of the array's bytes, aligned to 256; equal ones lie there once."""
+        content = array.tobytes()
+        if content not in self._known:
+            self._known[content] = self.n_bytes
+            self._parts.append(content.ljust(slot_bytes(len(content)), b"\0"))
+            self.n_bytes += len(self._parts[-1])
+        return self._base + self._known[content]
+
+    def image(self) -> NDArray[np.uint8]:
+        """What has to lie there."""
+        return np.frombuffer(b"".join(self._parts), np.uint8)

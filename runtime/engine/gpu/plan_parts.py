@@ -1,0 +1,126 @@
+"""What the planners of a step's parts share: the plan under construction and where things lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ops.arithmetic import activation_layout
+from ops.gpu.kernel import format_table
+from ops.gpu.mailbox import MailboxLaunch
+from ops.quants import BlockFormat
+from ops.quants.block import ActivationKind
+from runtime.engine.gpu.control import ControlLayout
+from runtime.engine.gpu.launch_plan import Constants, LaunchPlan, Room
+from runtime.engine.gpu.step_shape import StepShape
+from runtime.engine.gpu.weights import DeviceWeights
+from runtime.models.model import Model
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Addresses that all graphs share; see `ops.gpu.step_io` for what lies there.
+
+    In the GPU's memory: control, the table of experts, and the u32 words epoch and counter.
+    Pinned: the ring of control blocks, the logits, the flags of outputs, choices of experts, done.
+    """
+
+    control: int = 0
+    table: int = 0
+    epoch: int = 0
+    counter: int = 0
+    ring: int = 0
+    ring_stride: int = 0
+    logits: int = 0
+    flags: int = 0
+    choices: int = 0
+    done: int = 0
+
+
+class Mailboxes(Protocol):
+    """What hands missed experts to the CPU team; see `runtime.experts.exchange.Exchange`."""
+
+    def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]: ...
+
+
+@dataclass(frozen=True)
+class PlanParts:
+    """One plan's parts.
+
+    mailboxes   None: every expert is on the GPU
+    overlapped  kernels start while their predecessors run (compute capability 9.0 or newer)
+    """
+
+    model: Model
+    weights: DeviceWeights
+    memory: StepMemory
+    layout: ControlLayout
+    shape: StepShape
+    plan: LaunchPlan
+    room: Room
+    constants: Constants
+    mailboxes: Mailboxes | None
+    overlapped: bool
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the step may have."""
+        return self.shape.n_tokens
+
+    @property
+    def token_count(self) -> int:
+        """Address of the number of tokens that it has."""
+        return self.memory.control + self.layout.counts
+
+    @property
+    def output_count(self) -> int:
+        """Address of the number of outputs."""
+        return self.memory.control + self.layout.counts + 4
+
+    def control(self, field: str) -> int:
+        """Address of a field of `ControlLayout`."""
+        offset: int = getattr(self.layout, field)
+        return self.memory.control + offset
+
+    def format_of(self, weight: str) -> BlockFormat:
+        return self.model.weights[weight].format
+
+    def grid_table(self, fmt: BlockFormat) -> int:
+        """Address of the format's grid; 0 where it has none."""
+        table = format_table(fmt)
+        return self.constants.place(table) if table.nbytes else 0
+
+
+class DeviceRows:
+    """Rows that one stage hands to the next, in each stored form that was asked for."""
+
+    def __init__(self, room: Room, name: str, n_rows: int, width: int) -> None:
+        self._room, self._name = room, name
+        self.n_rows, self.width = n_rows, width
+        self._addresses: dict[ActivationKind, int] = {}
+
+    def want(self, kind: ActivationKind) -> int:
+        """The address of the rows of this kind, which whoever fills them then writes."""
+        if kind not in self._addresses:
+            n_bytes = self.n_rows * record_bytes(kind, self.width)
+            self._addresses[kind] = self._room.place(f"{self._name} {kind}", n_bytes)
+        return self._addresses[kind]
+
+    def wanted(self, kind: ActivationKind) -> int:
+        """The address, or 0 where nobody asked."""
+        return self._addresses.get(kind, 0)
+
+
+def record_bytes(kind: ActivationKind, n: int) -> int:
+    """Bytes from one row to the next."""
+    return activation_layout(kind, n)[2]
+
+
+def record_fields(kind: ActivationKind, n: int) -> dict[str, int]:
+    """The arguments that say how a record of n values is laid out."""
+    scales_offset, sums_offset, n_bytes = activation_layout(kind, n)
+    return {
+        "scales_offset": scales_offset,
+        "sums_offset": sums_offset,
+        "record_bytes": n_bytes,
+    }

@@ -1,0 +1,85 @@
+"""DeviceWeights: all tensors but the routed experts', in one allocation of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from runtime.cuda.device import Device
+from runtime.cuda.memory import DeviceBuffer, slot_bytes
+from runtime.engine.gpu.transfer import U8, Transfer, flat, transfer_all
+from runtime.models.model import Model
+from runtime.models.spec import Linear, ModelSpec, MoeSpec
+
+
+def expert_linears(spec: ModelSpec) -> Iterator[Linear]:
+    """Every stack of routed experts."""
+    for layer in spec.layers:
+        if isinstance(layer.feed_forward, MoeSpec):
+            yield from layer.feed_forward.expert_linears
+
+
+def dense_matrices(spec: ModelSpec) -> tuple[str, ...]:
+    """Tensors that are used as they lie in the file."""
+    experts = {linear.weight for linear in expert_linears(spec)}
+    names = [spec.token_embedding, *(linear.weight for linear in spec.linears)]
+    return tuple(dict.fromkeys(name for name in names if name not in experts))
+
+
+def vectors(spec: ModelSpec) -> tuple[str, ...]:
+    """Tensors that kernels read as f32 values: norms, biases, scales of experts."""
+    names = [spec.output_norm, *(name for layer in spec.layers for name in layer.vectors)]
+    for linear in spec.linears:
+        names += [name for name in (linear.bias, linear.scale) if name is not None]
+    return tuple(dict.fromkeys(names))
+
+
+class DeviceWeights:
+    """Addresses of the tensors named by `dense_matrices` and `vectors`."""
+
+    def __init__(self, device: Device, model: Model) -> None:
+        """Allocates; `load` fills.  Raises: OutOfDeviceMemory, CudaError."""
+        self._sources: dict[str, Callable[[], U8]] = {}
+        sizes: dict[str, int] = {}
+        for name in dense_matrices(model.spec):
+            weight = model.weights[name]
+            self._sources[name] = lambda weight=weight: flat(weight.data)  # type: ignore[misc]
+            sizes[name] = weight.n_bytes
+        for name in vectors(model.spec):
+            values = flat(model.weights[name].to_f32().astype(np.float32))
+            self._sources[_vector(name)] = lambda values=values: values  # type: ignore[misc]
+            sizes[_vector(name)] = values.nbytes
+        self._offsets, end = {}, 0
+        for name, n_bytes in sizes.items():
+            self._offsets[name] = end
+            end += slot_bytes(n_bytes)
+        self.n_bytes = end
+        self._buffer = DeviceBuffer(device, max(end, 1), "weights")
+
+    def load(self, moved: Callable[[int], None]) -> None:
+        """Move everything to the GPU; `moved` gets the bytes of each piece.
+
+        Raises: PinningFailed, CudaError; whatever `moved` raises.
+        """
+        transfers = [
+            Transfer(self._buffer.address + self._offsets[name], source())
+            for name, source in self._sources.items()
+        ]
+        transfer_all(self._buffer.device, transfers, moved)
+        self._sources.clear()
+
+    def matrix(self, name: str) -> int:
+        """Where the tensor lies, in the format that it has in the file."""
+        return self._buffer.address + self._offsets[name]
+
+    def vector(self, name: str | None) -> int:
+        """Where the f32 values of the tensor lie; 0 for None."""
+        return 0 if name is None else self._buffer.address + self._offsets[_vector(name)]
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+def _vector(name: str) -> str:
+    return f"{name} as f32"

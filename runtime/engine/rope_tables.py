@@ -1,0 +1,48 @@
+"""RopeTables: the cosines and sines of all positions, computed once for all layers alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ops.cpu.heads import ROPE_NEOX, ROPE_NORM
+from ops.cpu.program import address_of
+from runtime.models.model import Model
+from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
+
+KINDS = {RopePairing.NEOX: ROPE_NEOX, RopePairing.NORM: ROPE_NORM}
+
+
+class RopeTables:
+    """f32[n_positions, n_rot / 2] cosines and sines for each rope of a model."""
+
+    def __init__(self, model: Model, n_positions: int) -> None:
+        self._model, self._n_positions = model, n_positions
+        self._tables: dict[RopeSpec, tuple[NDArray[Any], NDArray[Any]]] = {}
+
+    def fields(self, rope: RopeSpec | None) -> dict[str, int]:
+        """The rope fields of a job's record; none without rope."""
+        if rope is None:
+            return {}
+        cosines, sines = self._of(rope)
+        return {
+            "rope_kind": KINDS[rope.pairing],
+            "n_rot": rope.n_rot,
+            "cosines": address_of(cosines),
+            "sines": address_of(sines),
+        }
+
+    def _of(self, rope: RopeSpec) -> tuple[NDArray[Any], NDArray[Any]]:
+        if rope not in self._tables:
+            factors = None
+            if rope.factors is not None:
+                factors = self._model.weights[rope.factors].to_f32().reshape(-1)
+            angles = np.arange(self._n_positions)[:, None] * rope_frequencies(rope, factors)
+            cosines, sines = (
+                np.ascontiguousarray(f(angles) * rope.magnitude, np.float32)
+                for f in (np.cos, np.sin)
+            )
+            self._tables[rope] = (cosines, sines)
+        return self._tables[rope]

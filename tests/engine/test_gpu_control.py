@@ -1,0 +1,142 @@
+"""What a GPU step takes from the host: its class, its control block, its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ops.gpu.step_io import RING, refresh_reference
+from runtime.cuda.device import Device
+from runtime.cuda.driver import initialized
+from runtime.engine.executor import ExecutorLimits
+from runtime.engine.gpu.control import ControlRing, cell_pages, control_layout
+from runtime.engine.gpu.step_shape import MAX_OUTPUTS, StepShapes, part_of, parts_of
+from runtime.engine.step import Step, StepKind
+from runtime.errors import EngineBug
+from tests.support.fake_driver import FakeDriver
+
+LIMITS = ExecutorLimits(
+    n_vocab=100, n_pages=40, page_tokens=32, max_step_tokens=512, max_sequences=6
+)
+
+
+def step_of(
+    lengths: list[int],
+    outputs: list[int],
+    kind: StepKind = StepKind.DECODE,
+    first: int = 0,
+) -> Step:
+    """Sequences of so many tokens each, from position `first`."""
+    n = sum(lengths)
+    return Step(
+        kind,
+        np.arange(n, dtype=np.int32) % LIMITS.n_vocab,
+        np.concatenate([np.arange(first, first + k) for k in lengths]).astype(np.int32),
+        np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        np.arange(len(lengths) * 20, dtype=np.int32).reshape(len(lengths), 20),
+        np.array(outputs, np.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "outputs", "expected"),
+    [
+        ([1], [0], (1, 1, 1, False)),
+        ([1, 1, 1], [0, 1, 2], (4, 4, 4, False)),
+        ([1, 1, 1], [2, 1, 0], (4, 4, 4, True)),
+        ([5], [4], (8, 6, 1, True)),
+        ([32], [], (64, 6, 1, True)),
+        ([200], list(range(128)), (256, 6, 128, True)),
+        ([500], [1, 2], (512, 6, 8, True)),
+    ],
+)
+def test_the_class_of_a_step(
+    lengths: list[int], outputs: list[int], expected: tuple[int, int, int, bool]
+) -> None:
+    shape = StepShapes(LIMITS, 512).of(step_of(lengths, outputs))
+    assert (shape.n_tokens, shape.n_sequences, shape.n_outputs, shape.gathered) == expected
+    assert shape in StepShapes(LIMITS, 512).largest() or shape.n_context == 512
+
+
+def test_contexts_have_classes_too() -> None:
+    shapes = StepShapes(LIMITS, 31)
+    assert [shapes.of(step_of([1], [0], first=p)).n_context for p in (0, 511, 512, 600)] == [
+        512, 512, 1280, 1280,
+    ]  # fmt: skip
+    assert shapes.max_batch == 31
+    assert {shape.n_tokens for shape in shapes.largest()} == {1, 2, 4, 8, 16, 31}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
+    share=st.floats(0, 1),
+    max_batch=st.sampled_from([1, 7, 31, 300]),
+)
+def test_parts_hold_every_token_and_output_once(
+    lengths: list[int], share: float, max_batch: int
+) -> None:
+    n = sum(lengths)
+    rng = np.random.default_rng(n)
+    outputs = rng.permutation(n)[: int(share * n)].tolist()
+    step = step_of(lengths, outputs, StepKind.PREFILL)
+    logits = np.full(len(outputs), -1)
+    tokens: list[int] = []
+    for span in parts_of(step, max_batch):
+        part, rows = part_of(step, span)
+        assert part.n_tokens <= max_batch
+        assert len(part.output_tokens) <= MAX_OUTPUTS
+        assert logits[rows].max(initial=-1) == -1
+        logits[rows] = part.output_tokens + span.start
+        tokens += range(span.start, span.stop)
+        np.testing.assert_array_equal(part.positions, step.positions[span])
+    assert tokens == list(range(n))
+    assert logits.tolist() == outputs
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with Device(initialized(FakeDriver(), "13.4.4")) as device:
+        yield device
+
+
+def test_the_control_block_holds_the_step(device: Device) -> None:
+    step = step_of([1, 1, 1], [2, 0], first=70)
+    shape = StepShapes(LIMITS, 31).of(step)
+    layout = control_layout(shape, LIMITS.page_tokens, max_deltas=4)
+    ring = ControlRing(device, layout.block_bytes)
+    writers = ring.writers(layout)
+    assert len(writers) == RING
+    writers[1].write(step, cell_pages(step, 32), [(3, 16, 32, 48), (9, 0, 0, 0)])
+    table = np.full((10, 4), 7, np.uint64)
+    block = ring._buffer.view[ring.stride :][: ring.stride]
+    control = refresh_reference(block, layout.n_bytes, layout.n_bytes, table)
+    ring.close()
+
+    def field(offset: int, *dims: int) -> list[int]:
+        values = control[offset:].view(np.int32)[: int(np.prod(dims))]
+        return values.reshape(dims).tolist()  # type: ignore[no-any-return]
+
+    assert field(layout.counts, 4)[:3] == [3, 2, 3]
+    assert field(layout.token_ids, 3) == step.token_ids.tolist()
+    assert field(layout.positions, 3) == [70, 70, 70]
+    assert field(layout.rows, 3) == [0, 1, 2]
+    assert field(layout.cell_pages, 3) == [2, 22, 42]
+    assert field(layout.output_tokens, 2) == [2, 0]
+    tables = field(layout.page_tables, 3, layout.max_pages)
+    assert [row[:16] for row in tables] == step.page_tables[:, :16].tolist()
+    assert table[3].tolist() == [16, 32, 48, 0]
+    assert table[9].tolist() == [0, 0, 0, 0]
+    assert table[0].tolist() == [7, 7, 7, 7]
+
+
+def test_more_changes_than_room_are_refused(device: Device) -> None:
+    step = step_of([1], [0])
+    layout = control_layout(StepShapes(LIMITS, 31).of(step), 32, max_deltas=1)
+    ring = ControlRing(device, layout.block_bytes)
+    with pytest.raises(EngineBug, match="2 changes of the table, room for 1"):
+        ring.writers(layout)[0].write(step, cell_pages(step, 32), [(0, 1, 1, 1)] * 2)
+    ring.close()

@@ -1,0 +1,178 @@
+"""The cache against a model of a GPU that reads slots: random sequences, and what must never be."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+from runtime.errors import EngineBug
+from runtime.experts.cache import NO_SLOT, Expert, ExpertCache, LayerShape, Upload
+from runtime.experts.policy import RecencyPolicy
+
+LAYERS = [LayerShape(6, 0), LayerShape(4, 1), LayerShape(6, 0)]
+CLASSES = [0, 1, 0, 0, 1, 0]
+
+
+class Gpu:
+    """Slots with what lies in them, and the tables that steps in flight read."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self.cache = cache
+        self.content: list[Expert | None] = [None] * cache.n_slots
+        self.table: dict[Expert, int] = {}
+        self.in_flight: deque[dict[Expert, int]] = deque()
+        self.copying: list[Upload] = []
+
+    def begin(self, most: int) -> None:
+        for change in self.cache.begin_step(most):
+            expert = (change.layer, change.expert)
+            if change.slot == NO_SLOT:
+                del self.table[expert]
+            else:
+                self.table[expert] = change.slot
+        self.in_flight.append(dict(self.table))
+
+    def end(self) -> None:
+        table = self.in_flight.popleft()
+        for expert, slot in table.items():
+            assert self.content[slot] == expert, "a step read a slot that held something else"
+        self.cache.end_step()
+
+    def start(self, most: int) -> None:
+        for upload in self.cache.startable(most):
+            for table in self.in_flight:
+                assert upload.slot not in table.values(), "a slot is overwritten while read"
+            assert CLASSES[upload.slot] == LAYERS[upload.layer].size_class
+            self.content[upload.slot] = None
+            self.copying.append(upload)
+
+    def finish(self) -> None:
+        upload = self.copying.pop(0)
+        self.content[upload.slot] = (upload.layer, upload.expert)
+        self.cache.arrived(upload)
+
+    def check(self) -> None:
+        slots = self.cache.slot_of[self.cache.slot_of != NO_SLOT].tolist()
+        slots += [upload.slot for upload in self.copying]
+        assert len(slots) == len(set(slots)), "two experts have one slot"
+        assert not (self.cache.coming & self.cache.resident).any()
+
+
+def absent(cache: ExpertCache, generator: random.Random) -> Expert | None:
+    taken = cache.resident | cache.coming
+    everyone = [(i, e) for i, shape in enumerate(LAYERS) for e in range(shape.n_expert)]
+    free = [expert for expert in everyone if not taken[expert]]
+    return generator.choice(free) if free else None
+
+
+def propose(cache: ExpertCache, generator: random.Random) -> None:
+    expert = absent(cache, generator)
+    if expert is None:
+        return
+    size_class = LAYERS[expert[0]].size_class
+    if cache.n_free(size_class) and generator.random() < 0.5:
+        cache.replace(*expert, None)
+        return
+    layers = [i for i, shape in enumerate(LAYERS) if shape.size_class == size_class]
+    victims = [(i, e) for i in layers for e in np.flatnonzero(cache.resident[i]).tolist()]
+    if victims:
+        cache.replace(*expert, generator.choice(victims))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("most_in_flight", [1, 3])
+def test_no_step_ever_reads_a_slot_in_change(seed: int, most_in_flight: int) -> None:
+    generator = random.Random(seed)
+    cache = ExpertCache(LAYERS, CLASSES)
+    gpu = Gpu(cache)
+    for layer, expert in [(0, 0), (1, 0), (2, 5)]:
+        upload = cache.fill(layer, expert)
+        assert upload is not None
+        gpu.content[upload.slot], gpu.table[layer, expert] = (layer, expert), upload.slot
+    n_arrived = 0
+    for _ in range(600):
+        action = generator.choice(["begin", "end", "start", "finish", "propose"])
+        if action == "begin" and len(gpu.in_flight) < most_in_flight:
+            gpu.begin(generator.choice([1, 2, 8]))
+        elif action == "end" and gpu.in_flight:
+            gpu.end()
+        elif action == "start":
+            gpu.start(generator.choice([1, 4]))
+        elif action == "finish" and gpu.copying:
+            gpu.finish()
+            n_arrived += 1
+        elif action == "propose":
+            propose(cache, generator)
+        gpu.check()
+    assert n_arrived > 30
+    while gpu.in_flight:
+        gpu.end()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    cache = ExpertCache(LAYERS, CLASSES)
+    assert cache.fill(0, 1) is not None
+    with pytest.raises(EngineBug, match="has a slot"):
+        cache.replace(0, 1, None)
+    with pytest.raises(EngineBug, match="cannot make room"):
+        cache.replace(1, 0, (0, 1))  # of another size
+    with pytest.raises(EngineBug, match="cannot make room"):
+        cache.replace(2, 0, (0, 0))  # in no slot
+    cache.replace(1, 0, None)
+    cache.replace(1, 1, None)
+    with pytest.raises(EngineBug, match="no free slot"):
+        cache.replace(1, 2, None)
+    assert cache.fill(1, 3) is None
+
+
+def tokens(*experts: list[int]) -> np.ndarray:
+    """i32[3, n_tokens, 2]: layer 0 uses the pairs given, the others experts 0 and 1."""
+    choices = np.tile(np.array([0, 1], np.int32), (3, len(experts), 1))
+    choices[0] = experts
+    return choices
+
+
+def test_an_expert_is_admitted_at_its_second_use_and_the_least_used_goes() -> None:
+    cache = ExpertCache(LAYERS, CLASSES)
+    policy = RecencyPolicy(cache, window=4)
+    for layer, expert in policy.first(cache):
+        cache.fill(layer, expert)
+    assert cache.resident[0].tolist() == [True, True, False, False, False, False]
+    assert cache.resident[1].tolist() == [True, True, False, False, False, False]
+    policy.used(tokens([4, 1]))
+    assert policy.swaps(cache, 4) == []
+    policy.used(tokens([4, 1]))
+    (swap,) = policy.swaps(cache, 4)
+    assert (swap.expert, swap.victim) == ((0, 4), (0, 0))
+    cache.replace(*swap.expert, swap.victim)
+    assert policy.swaps(cache, 4) == []
+    # Four tokens later nothing remembers expert 4.
+    policy.used(tokens(*[[2, 3]] * 4))
+    assert policy.counts[0].tolist() == [0, 0, 4, 4, 0, 0]
+    swaps = policy.swaps(cache, 4)
+    assert [swap.expert for swap in swaps] == [(0, 2)]  # the one left of layer 0 makes room
+    assert swaps[0].victim == (0, 1)
+
+
+def test_a_free_slot_is_used_first_and_layers_may_use_fewer_experts() -> None:
+    cache = ExpertCache(LAYERS, CLASSES)
+    policy = RecencyPolicy(cache)
+    choices = tokens([5, 2], [5, 3])
+    choices[1, :, 1] = -1
+    policy.used(choices)
+    swaps = policy.swaps(cache, 8)
+    assert {swap.expert for swap in swaps} == {(0, 5), (1, 0), (2, 0), (2, 1)}
+    assert all(swap.victim is None for swap in swaps)
+    assert policy.counts[1].tolist() == [2, 0, 0, 0, 0, 0]
+
+
+def test_a_long_prompt_leaves_the_counts_of_its_last_tokens() -> None:
+    cache = ExpertCache(LAYERS, CLASSES)
+    policy = RecencyPolicy(cache, window=8)
+    rng = np.random.default_rng(0)
+    pairs = np.array([rng.permutation(6)[:2] for _ in range(100)], np.int32)
+    policy.used(tokens(*pairs.tolist()))
+    assert policy.counts[0].tolist() == np.bincount(pairs[-8:].reshape(-1), minlength=6).tolist()

@@ -1,0 +1,186 @@
+"""The cache over a fake GPU: what the table names always holds the expert that it names."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from runtime.cuda.device import Device
+from runtime.cuda.driver import initialized
+from runtime.errors import DeviceLost, OutOfDeviceMemory
+from runtime.experts.cached_experts import CachedExperts, CacheSettings, cache_bytes, slots_that_fit
+from runtime.experts.host_experts import HostExperts
+from tests.support.cuda_constants import CUresult
+from tests.support.fake_driver import FakeDriver
+from tests.support.moe_layers import MoeLayers
+
+N_USED = 2
+
+
+@pytest.fixture
+def fake() -> FakeDriver:
+    return FakeDriver(memory_bytes=1 << 26)
+
+
+@pytest.fixture
+def device(fake: FakeDriver) -> Iterator[Device]:
+    with Device(initialized(fake, "13.4.4")) as opened:
+        yield opened
+    assert fake.live == {}
+
+
+@pytest.fixture
+def layers() -> MoeLayers:
+    made = MoeLayers()
+    made.add("Q4_K", "Q6_K", (256, 256), 8, N_USED)
+    made.add("Q8_0", "Q8_0", (64, 96), 6, N_USED)
+    made.add("Q4_K", "Q6_K", (256, 256), 8, N_USED)
+    return made
+
+
+class Run:
+    """Steps with random choices; a mirror of the GPU's table that sees the changes only."""
+
+    def __init__(self, device: Device, layers: MoeLayers, **settings: Any) -> None:
+        self.layers = layers
+        self.host = HostExperts(layers.weights, layers.specs)
+        self.pin = settings.pop("pin", True)
+        if self.pin:
+            self.host.pin(device)
+        spec = layers.model_spec()
+        self.experts = CachedExperts(device, spec, self.host, CacheSettings(**settings))
+        self.experts.load(lambda n_bytes: None)
+        self.table = self.experts.table()
+        self.rng = np.random.default_rng(3)
+
+    def step(self, favourites: int) -> NDArray[np.int32]:
+        flat = self.table.reshape(-1, 4)
+        for row, *addresses in self.experts.before_step():
+            flat[row, :3] = addresses
+        self.experts.while_running()
+        self.check()
+        pairs = [self.rng.permutation(favourites)[:N_USED] + 1 for _ in self.layers.specs]
+        choices = np.array(pairs, np.int32)[:, None]
+        self.experts.after_step(choices)
+        return choices
+
+    def check(self) -> None:
+        """Every address of the table leads to the expert's bytes."""
+        for layer, index in enumerate(self.layers.layer_numbers):
+            spec = self.layers.specs[layer]
+            for expert in range(spec.n_expert):
+                for column, linear in enumerate((*spec.gate_up, spec.down)):
+                    address = int(self.table[index, expert, column])
+                    if address:
+                        data = self.layers.weights[linear.weight].data[expert]
+                        assert ctypes.string_at(address, data.nbytes) == data.tobytes()
+
+    @property
+    def n_addresses(self) -> int:
+        return int((self.table[..., 0] != 0).sum())
+
+
+def test_swaps_follow_the_use_and_the_table_never_lies(device: Device, layers: MoeLayers) -> None:
+    run = Run(device, layers, slots=3, uploads_a_step=2)
+    assert run.n_addresses == 9
+    for _ in range(30):
+        run.step(3)
+    usage, resident = run.experts.usage, run.experts.cache.resident
+    assert resident[:, 1:4].all()  # experts 1 to 3, whereas it began with 0 to 2
+    assert usage.uploads >= 3
+    assert usage.hits + usage.cpu_misses == 30 * 3 * N_USED and usage.in_place == 0
+    assert 0 < usage.cpu_misses < 60
+    for _ in range(30):
+        run.step(5)
+    assert run.n_addresses <= 9
+    run.experts.close()
+
+
+def test_a_late_upload_is_used_when_it_is_there(
+    device: Device, layers: MoeLayers, fake: FakeDriver
+) -> None:
+    run = Run(device, layers, slots=3)
+    stream = run.experts._uploader._stream.handle
+    with fake.hold(stream):
+        for _ in range(8):
+            run.step(3)
+        assert run.n_addresses < 9  # victims are gone, their slots not yet filled
+    run.step(3)
+    assert run.n_addresses == 9
+    run.experts.close()
+
+
+def test_experts_are_read_in_place_as_far_as_asked(device: Device, layers: MoeLayers) -> None:
+    run = Run(device, layers, slots=1, zero_copy=1.0)
+    assert run.n_addresses == 22
+    for _ in range(10):
+        run.step(5)
+    assert run.n_addresses == 22
+    usage = run.experts.usage
+    assert usage.cpu_misses == 0 and usage.in_place > 0 and usage.hits > 0
+    run.experts.close()
+    half = Run(device, layers, slots=0, uploads_a_step=0, zero_copy=0.5)
+    assert 4 < half.n_addresses < 18
+    half.experts.close()
+
+
+def test_without_pinned_memory_what_is_there_first_stays(
+    device: Device, layers: MoeLayers, fake: FakeDriver
+) -> None:
+    run = Run(device, layers, slots=2, zero_copy=1.0, pin=False)
+    assert run.n_addresses == 6
+    for _ in range(10):
+        run.step(5)
+    assert run.n_addresses == 6 and run.experts.usage.uploads == 0
+    assert run.experts.describe()["expert_swaps"] == "not asked for"
+    run.experts.close()
+    fake.fail["cuMemHostRegister"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    host = HostExperts(layers.weights, layers.specs)
+    host.pin(device)
+    assert not host.pinned and "cannot pin" in str(host.why_not_pinned)
+    assert [n for n in fake.live if n == "registered"] == []
+
+
+def test_a_lost_device_is_named(device: Device, layers: MoeLayers, fake: FakeDriver) -> None:
+    run = Run(device, layers, slots=2)
+    for _ in range(3):
+        run.step(4)
+    fake.lost = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(DeviceLost):
+        for _ in range(5):
+            run.step(4)
+    fake.lost = None
+    run.experts.close()
+
+
+def test_slots_are_counted_as_the_arena_counts_them(device: Device, layers: MoeLayers) -> None:
+    host = HostExperts(layers.weights, layers.specs)
+    for slots in (1, 7):
+        n_bytes = cache_bytes(host.layers, slots)
+        assert slots_that_fit(host.layers, n_bytes) == slots or slots > 6
+        made = CachedExperts(device, layers.model_spec(), host, CacheSettings(slots))
+        assert made.n_bytes == n_bytes
+        made.close()
+    assert slots_that_fit(host.layers, 1 << 40) == 8
+    assert slots_that_fit((), 100) == 0
+
+
+@pytest.mark.parametrize("nth", range(7))
+def test_no_memory_leaves_nothing_behind(
+    device: Device, layers: MoeLayers, fake: FakeDriver, nth: int
+) -> None:
+    host = HostExperts(layers.weights, layers.specs)
+    before = dict(fake.live)
+    fake.out_of_memory_at = fake.n_allocating + nth
+    try:
+        made = CachedExperts(device, layers.model_spec(), host, CacheSettings(2))
+    except OutOfDeviceMemory:
+        assert fake.live == before
+        return
+    assert nth == 6  # an arena, a stream and four events were made
+    made.close()

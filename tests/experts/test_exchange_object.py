@@ -1,0 +1,106 @@
+"""Exchange: what an executor meets when the workers are late, gone, or let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ops import exchange as words
+from ops.cpu.program import aligned
+from ops.cpu.team import Team, acquire_team
+from runtime.cuda.device import Device
+from runtime.cuda.driver import initialized
+from runtime.errors import DeviceError, EngineBug, ExchangeStalled
+from runtime.experts.exchange import Exchange, ExchangeSizes
+from tests.support.fake_driver import FakeDriver
+from tests.support.moe_layers import MoeLayers
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    with acquire_team(2) as shared:
+        yield shared
+
+
+@pytest.fixture
+def fake() -> FakeDriver:
+    return FakeDriver(memory_bytes=1 << 24)
+
+
+@pytest.fixture
+def device(fake: FakeDriver) -> Iterator[Device]:
+    with Device(initialized(fake, "13.4.4")) as opened:
+        yield opened
+    assert fake.live == {}
+
+
+DONE = aligned(1, np.uint32)
+
+
+def exchange_of(device: Device, team: Team) -> Exchange:
+    layers = MoeLayers()
+    layers.add("Q8_0", "Q8_0", (64, 64), 4, 2)
+    layers.add("Q8_0", "Q8_0", (64, 32), 4, 2)
+    DONE[0] = 0
+    sizes = ExchangeSizes(n_tokens=3)
+    return Exchange(device, team, layers.weights, layers.specs, sizes, DONE.ctypes.data)
+
+
+def test_a_step_begins_only_after_the_one_before(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+    exchange.begin(1)
+    assert not exchange.idle
+    with pytest.raises(ExchangeStalled, match="have not finished an earlier step"):
+        exchange.begin(2)
+    DONE[0] = 1
+    while not exchange.idle:
+        pass
+    exchange.begin(2)
+    exchange.abort()
+    exchange.close()
+    assert exchange.idle
+
+
+def test_a_failed_step_is_reported_once(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+    memory = exchange._memory.view
+    memory[words.FAILED :][:8].view(np.uint32)[:] = 7, 1
+    exchange.check(6)
+    with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
+        exchange.check(7)
+    exchange.check(7)
+    exchange.close()
+
+
+def test_a_team_that_is_gone_is_a_bug(device: Device) -> None:
+    with acquire_team(2) as team:
+        exchange = exchange_of(device, team)
+    with pytest.raises(EngineBug, match="closed"):
+        exchange.begin(1)
+    exchange.close()
+
+
+def test_mailboxes_are_as_large_as_their_layer(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+    launch, arguments = exchange.mailbox(1, 2)
+    assert (launch.n_slots, launch.n_rows, arguments["n_used"]) == (4, 64, 2)
+    assert (arguments["layer"], arguments["n_layers"]) == (1, 2)
+    assert exchange.layout.n_slots == 6
+    exchange.close()
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_no_memory_leaves_nothing_behind(
+    device: Device, team: Team, fake: FakeDriver, nth: int
+) -> None:
+    fake.out_of_memory_at = fake.n_allocating + nth
+    before = dict(fake.live)
+    try:
+        exchange = exchange_of(device, team)
+    except DeviceError as error:
+        assert "memory" in str(error).lower()
+        assert fake.live == before
+        return
+    exchange.close()
