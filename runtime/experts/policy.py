@@ -119,19 +119,23 @@ class RecencyPolicy:
         for size_class in n_free:
             n_free[size_class] = cache.n_free(size_class)
         swaps: list[Swap] = []
+        leaving: set[int] = set()  # a list that is made anew has them still
         for cell in wanted.tolist():
             size_class = int(self._classes[cell])
             if n_free[size_class]:
                 n_free[size_class] -= 1
                 swaps.append(Swap(self._expert(cell), None))
-            elif (victim := self._victim(cache, size_class, cell)) is not None:
+            elif (victim := self._victim(cache, size_class, cell, leaving)) is not None:
+                leaving.add(victim)
                 swaps.append(Swap(self._expert(cell), self._expert(victim)))
             if len(swaps) == most:
                 break
         return swaps
 
-    def _victim(self, cache: ExpertCache, size_class: int, cell: int) -> int | None:
-        """An expert in a slot of the class that is used less than `cell`.
+    def _victim(
+        self, cache: ExpertCache, size_class: int, cell: int, leaving: set[int]
+    ) -> int | None:
+        """An expert in a slot of the class, not among `leaving`, that is used less than `cell`.
 
         Listing the least used takes 50 us, so a list serves several tokens; whoever was used
         meanwhile drops out.
@@ -141,7 +145,8 @@ class RecencyPolicy:
             listed = self._victims.get(size_class)
             while listed:
                 victim = listed.popleft()
-                if slots[victim] != NO_SLOT and self._flat_counts[victim] < uses:
+                is_there = slots[victim] != NO_SLOT and victim not in leaving
+                if is_there and self._flat_counts[victim] < uses:
                     return victim
             age = self._n_tokens - self._listed_at.get(size_class, -LISTED_TOKENS)
             if age < LISTED_TOKENS:
