@@ -7,6 +7,7 @@ import sys
 
 BENCHMARKS = {
     "kernels": "GB/s of every matrix kernel beside this machine's plain read speed",
+    "routing": "policies of the expert cache on recorded routing: hits, bytes, predicted ms",
     "synthetic": "write a GGUF file of a real model's shape with random weights",
     "versus": "prompt and decode speed beside llama.cpp's llama-bench, interleaved",
 }

@@ -10,6 +10,7 @@ from runtime.errors import ConfigError
 
 CACHE_TYPES = ("f16", "f32", "q8_0")
 DEVICES = ("auto", "cpu", "cuda", "fake")
+SPLIT_MODES = ("layer", "none")
 AUTO_PARALLEL = 4
 AUTO_CONTEXT = 8192  # tokens: room for a conversation; trained contexts can be a hundred times that
 MIN_CONTEXT = 2  # one prompt token and one generated one
@@ -24,6 +25,7 @@ RANGES = {
     "n_batch": (1, 1 << 14),
     "moe_expert_cache": (-1, 1 << 16),
     "n_snapshots": (0, 1024),
+    "main_gpu": (0, 1024),
 }
 
 
@@ -36,11 +38,13 @@ class EngineConfig:
                     8192 per sequence
     n_parallel      sequences decoded together; None: 4, sharing the whole context
     n_threads       CPU workers; None: those of the engine that runs already, else one per core
-    n_batch         tokens of one prompt chunk
+    n_batch         tokens of one prompt chunk; None: 2048 on a GPU, 512 on the CPU
     cache_type_k/v  storage of attention keys and values: f16, f32 or q8_0
     device          auto (cuda where a GPU can compute the model, else cpu), cpu, cuda, or fake
                     (pretends to compute: tests of everything around it)
-    vram_limit      GiB of the GPU's memory to use at most, as if the card were smaller; None: all
+    vram_limit      GiB of each GPU's memory to use at most, as if the card were smaller; None: all
+    split_mode      layer: the layers are split over all visible GPUs; none: main_gpu has them all
+    tensor_split    the GPUs' shares of the model, in their order, 0: not used; None: by free memory
     moe_expert_cache  routed experts of a layer that the GPU holds; -1: as many as fit, 0: none
     n_snapshots     of a model with recurrent layers: states kept for each parallel sequence, for
                     prompts that start alike; None: what an eighth of the free memory holds, 2 to 32
@@ -54,11 +58,14 @@ class EngineConfig:
     n_ctx: int | None = None
     n_parallel: int | None = None
     n_threads: int | None = None
-    n_batch: int = 512
+    n_batch: int | None = None
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     device: str = "auto"
     vram_limit: float | None = None
+    split_mode: str = "layer"
+    main_gpu: int = 0
+    tensor_split: tuple[float, ...] | None = None
     moe_expert_cache: int = -1
     n_snapshots: int | None = None
     prefix_cache: bool = True
@@ -86,8 +93,13 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r}: use one of {', '.join(CACHE_TYPES)}"
                 )
-        if self.device not in DEVICES:
-            raise ConfigError(f"device = {self.device!r}: use one of {', '.join(DEVICES)}")
+        for name, known in (("device", DEVICES), ("split_mode", SPLIT_MODES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name} = {value!r}: use one of {', '.join(known)}")
+        shares = self.tensor_split
+        if shares is not None and not (all(0 <= n < 1 << 20 for n in shares) and sum(shares) > 0):
+            raise ConfigError(f"tensor_split = {shares!r}: use numbers from 0, not all of them 0")
 
     @property
     def model_path(self) -> Path:
@@ -121,6 +133,14 @@ def context_shape(config: EngineConfig, n_ctx_train: int) -> ContextShape:
     n_parallel = config.n_parallel
     n_ctx_sequence = config.n_ctx // n_parallel if config.n_ctx else min(n_ctx_train, AUTO_CONTEXT)
     return ContextShape(n_ctx_sequence * n_parallel, n_parallel, n_ctx_sequence)
+
+
+def shares_in(text: str) -> tuple[float, ...]:
+    """`3,1` as `tensor_split`.  Raises: ConfigError."""
+    try:
+        return tuple(float(part) for part in text.replace("/", ",").split(","))
+    except ValueError:
+        raise ConfigError(f"{text[:60]!r}: use a number for each GPU, as in 3,1") from None
 
 
 def environment(name: str) -> str | None:

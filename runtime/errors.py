@@ -84,13 +84,28 @@ class ExchangeStalled(DeviceError, ComputeError):
         super().__init__(f"{what}; the step is lost, the next one may succeed")
 
 
+class HandOverStalled(DeviceError, ComputeError):
+    """A GPU waited in vain for the one before or behind it; the step's results are void."""
+
+    def __init__(self, giver: int, taker: int) -> None:
+        super().__init__(
+            f"GPU {taker} of the model's did not get the step from GPU {giver}; the step is lost, "
+            "the next one may succeed"
+        )
+
+
 class OutOfDeviceMemory(CudaError):
     """The GPU's memory is full. Bytes `asked` for, where the call names them, and bytes `free`."""
 
     def __init__(self, call: str, asked: int | None, free: int | None) -> None:
         wanted = "" if asked is None else f"{asked} bytes asked for, "
         left = "free memory unknown" if free is None else f"{free} bytes free"
-        super().__init__(call, "CUDA_ERROR_OUT_OF_MEMORY", f"{wanted}{left} on the GPU")
+        super().__init__(
+            call,
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            f"{wanted}{left} on the GPU; use a smaller context (n_ctx, --ctx-size) or fewer "
+            "experts there (moe_expert_cache), or end what else uses it",
+        )
         self.asked = asked
         self.free = free
 

@@ -140,7 +140,7 @@ def explain(
         ("parallel answers", "parallel", config.n_parallel or "4, sharing one context"),
         ("device", "device", config.device),
         ("threads", "threads", config.n_threads or "automatic (one per physical core)"),
-        ("prompt chunk", "ubatch_size", config.n_batch),
+        ("prompt chunk", "ubatch_size", config.n_batch or "automatic (GPU 2048, CPU 512)"),
         ("KV types", "cache_type_k", f"{config.cache_type_k}, {config.cache_type_v}"),
     ):
         lines.append(f"{label}: {value}{chosen + given[key].source if key in given else ''}")

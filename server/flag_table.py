@@ -7,7 +7,6 @@ from __future__ import annotations
 from server.flags import Flag
 
 NO_CHOICE = "placement is automatic: dense parts on the GPU, experts as --moe-expert-cache says"
-ONE_GPU = "one GPU computes, the first that CUDA_VISIBLE_DEVICES shows"
 NO_TUNING = "the expert cache of this build tunes itself"
 NO_SPECULATION = "this build has no speculative decoding"
 PAGED = "KV memory is always one paged pool shared by all sequences"
@@ -79,7 +78,7 @@ CONTEXT = (
     Flag(names=("-b", "--batch-size"), kind=int, env="LLAMA_ARG_BATCH", group="Context",
          help="tokens of a prompt that are computed together (the smaller of -b and -ub counts)"),
     Flag(names=("-ub", "--ubatch-size"), kind=int, env="LLAMA_ARG_UBATCH", group="Context",
-         help="as -b; default 512"),
+         help="as -b; default 2048 on a GPU, 512 on the CPU"),
     Flag(names=("--keep",), kind=int, group="Context", help="tokens to keep on a context shift",
          no_effect="the context is never shifted; a full one ends the answer"),
     Flag(names=("--context-shift",), off=("--no-context-shift",), kind=bool, group="Context",
@@ -117,7 +116,7 @@ PLACEMENT = (
          choices=("auto", "cpu", "cuda", "fake", "none", "CUDA0"), group="Placement",
          help="where to compute: auto (default), cpu (or none), cuda (or CUDA0), fake (pretends, for tests)"),
     Flag(names=("--vram-limit",), kind=float, value="GiB", env="LLAMA_ARG_VRAM_LIMIT", group="Placement",
-         help="use no more of the GPU's memory than this, as if the card were smaller"),
+         help="use no more of each GPU's memory than this, as if the card were smaller"),
     Flag(names=("-ngl", "--gpu-layers", "--n-gpu-layers"), kind=str, value="N|auto|all",
          env="LLAMA_ARG_N_GPU_LAYERS", group="Placement", help="layers on the GPU", no_effect=NO_CHOICE),
     Flag(names=("-cmoe", "--cpu-moe"), kind=bool, env="LLAMA_ARG_CPU_MOE", group="Placement",
@@ -127,11 +126,11 @@ PLACEMENT = (
     Flag(names=("-ot", "--override-tensor"), kind=str, value="PATTERN=BUFFER", many=True,
          env="LLAMA_ARG_OVERRIDE_TENSOR", group="Placement", help="place tensors", no_effect=NO_CHOICE),
     Flag(names=("-ts", "--tensor-split"), kind=str, value="N0,N1,...", env="LLAMA_ARG_TENSOR_SPLIT",
-         group="Placement", help="share of each GPU", no_effect=ONE_GPU),
+         group="Placement", help="share of each GPU, such as 3,1; default: by their free memory"),
     Flag(names=("-mg", "--main-gpu"), kind=int, env="LLAMA_ARG_MAIN_GPU", group="Placement",
-         help="first GPU", no_effect=ONE_GPU),
-    Flag(names=("-sm", "--split-mode"), kind=str, value="MODE", env="LLAMA_ARG_SPLIT_MODE",
-         group="Placement", help="how GPUs share a model", no_effect=ONE_GPU),
+         help="the GPU of --split-mode none, default 0"),
+    Flag(names=("-sm", "--split-mode"), kind=str, choices=("layer", "none"), group="Placement",
+         env="LLAMA_ARG_SPLIT_MODE", help="layer: over all GPUs (default); none: on one"),
     Flag(names=("-fit", "--fit"), kind=str, choices=("on", "off"), env="LLAMA_ARG_FIT",
          group="Placement", help="fit settings to the memory", no_effect=NO_CHOICE),
     Flag(names=("-fitt", "--fit-target"), kind=str, value="MiB", env="LLAMA_ARG_FIT_TARGET",
@@ -270,10 +269,9 @@ INFO = (
 
 FLAGS = (*MODEL, *SERVER, *CONTEXT, *PLACEMENT, *SPECULATION, *SAMPLING, *CHAT, *LOG, *INFO)
 
-# The fork's tuning variables: set, they are reported as without effect.
+# Tuning variables of the fork that have no meaning here: set, they are reported as without effect.
 CACHE_VARIABLES = (
     "LLAMA_MOE_CACHE_DETERMINISTIC", "LLAMA_MOE_CACHE_STATS", "LLAMA_MOE_CACHE_MARGIN_MB",
-    "LLAMA_MOE_CACHE_BUDGET", "LLAMA_MOE_CACHE_MARGIN", "LLAMA_MOE_CACHE_SWAP_FRAC",
-    "LLAMA_MOE_CACHE_POLICY", "LLAMA_MOE_CACHE_WAIT", "LLAMA_MOE_CACHE_PROFILE",
-    "LLAMA_MOE_CACHE_STICKY", "LLAMA_MOE_CACHE_ADOPT", "LLAMA_SPEC_DEPTH", "GGML_SCHED_PROF",
+    "LLAMA_MOE_CACHE_BUDGET", "LLAMA_MOE_CACHE_SWAP_FRAC", "LLAMA_MOE_CACHE_WAIT",
+    "LLAMA_MOE_CACHE_ADOPT", "LLAMA_SPEC_DEPTH", "GGML_SCHED_PROF",
 )  # fmt: skip

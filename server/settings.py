@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from runtime import EngineConfig
+from runtime.config import shares_in
 from runtime.errors import ConfigError, RequestError
 from runtime.text.chat_template import check_variables
 from server.flags import Given
@@ -75,19 +76,23 @@ def engine_config(given: Mapping[str, Given], model: str | Path | None) -> Engin
     """The engine's part of the flags.  `model`: the file to open, None for the bundled one."""
     parallel = _value(given, "parallel", -1)
     n_ctx = _value(given, "ctx_size", 0)
-    chunk = _value(given, "ubatch_size", 512)
+    chunks = [_value(given, name, 0) for name in ("batch_size", "ubatch_size") if name in given]
     threads = _value(given, "threads", -1)
     device = _value(given, "device", "auto")
+    shares = _value(given, "tensor_split", None)
     return EngineConfig(
         model=model,
         n_ctx=n_ctx or None,
         n_parallel=None if parallel == -1 else parallel,
         n_threads=None if threads == -1 else threads,
-        n_batch=min(chunk, _value(given, "batch_size", chunk)),
+        n_batch=min(chunks, default=None),
         cache_type_k=_value(given, "cache_type_k", "f16"),
         cache_type_v=_value(given, "cache_type_v", "f16"),
         device=DEVICE_NAMES.get(device, device),
         vram_limit=_value(given, "vram_limit", None),
+        split_mode=_value(given, "split_mode", "layer"),
+        main_gpu=_value(given, "main_gpu", 0),
+        tensor_split=None if shares is None else shares_in(shares),
         moe_expert_cache=_value(given, "moe_expert_cache", -1),
         n_snapshots=_value(given, "ctx_checkpoints", None),
         prefix_cache=_value(given, "cache_prompt", True),

@@ -62,23 +62,31 @@ def _next_uses(trace: RoutingTrace, layers: list[int]) -> I64:
     return ends.reshape(len(choices), -1)
 
 
-def lru_curve(trace: RoutingTrace, warm_up: int = 0) -> NDArray[np.float64]:
-    """f64[n_expert + 1]: the hit rate of LRU with so many slots for each layer, each alone, where
-    a missed expert has its slot at once."""
+def lru_curves(trace: RoutingTrace, warm_up: int = 0) -> NDArray[np.float64]:
+    """f64[n_layers, n_expert + 1]: the layer's hits of LRU, by the uses of all layers, with so many
+    slots for the layer alone, where a missed expert has its slot at once."""
     n_expert = max(trace.n_expert)
     last = np.full((trace.n_layers, n_expert), -1, np.int64)
-    found = np.zeros(n_expert + 1, np.int64)
-    rows = np.arange(trace.n_layers)[:, None]
+    found = np.zeros((trace.n_layers, n_expert + 1), np.int64)
+    rows, within = np.arange(trace.n_layers)[:, None], np.arange(trace.n_used)[None, :]
     n_uses = 0
     for token, used in enumerate(trace.choices):
-        times = np.where(used >= 0, last[rows, used], -1)
-        newer = (last[:, None, :] > times[:, :, None]).sum(axis=2)  # slots that LRU needs, less 1
-        if token >= warm_up:
-            n_uses += int((used >= 0).sum())
-            found += np.bincount(newer[times >= 0], minlength=n_expert + 1)
         known = used >= 0
-        last[np.broadcast_to(rows, used.shape)[known], used[known]] = token
-    return np.concatenate([[0.0], np.cumsum(found)[:-1] / max(n_uses, 1)])
+        times = np.where(known, last[rows, used], -1)
+        newer = (last[:, None, :] > times[:, :, None]).sum(axis=2)  # slots that LRU needs, less 1
+        layers = np.broadcast_to(rows, used.shape)
+        if token >= warm_up:
+            n_uses += int(known.sum())
+            np.add.at(found, (layers[times >= 0], newer[times >= 0] + 1), 1)
+        order = np.broadcast_to(token * trace.n_used + within, used.shape)
+        last[layers[known], used[known]] = order[known]
+    curves: NDArray[np.float64] = np.cumsum(found, axis=1) / max(n_uses, 1)
+    return curves
+
+
+def lru_curve(trace: RoutingTrace, warm_up: int = 0) -> NDArray[np.float64]:
+    """f64[n_expert + 1]: the hit rate over all layers."""
+    return lru_curves(trace, warm_up).sum(axis=0)
 
 
 def most_used_share(trace: RoutingTrace, n_slots: int) -> float:

@@ -69,7 +69,8 @@ class Outcome:
     hits, misses    experts
     uploaded_bytes  sent over the link
     ms              predicted for all tokens
-    policy_us       host time of the policy's calls a token, median
+    policy_us       host time of the policy's calls a step, mean without the slowest twentieth,
+                    during which other programs had the core
     """
 
     n_tokens: int
@@ -106,7 +107,8 @@ def replay(
     run = _Run(trace, cache, policy, rates, most_uploads)
     end = np.cumsum(trace.steps)
     n_seen = 0
-    for first, last, phase in zip((end - trace.steps).tolist(), end.tolist(), trace.phases.tolist(), strict=True):
+    steps = zip((end - trace.steps).tolist(), end.tolist(), trace.phases.tolist(), strict=True)
+    for first, last, phase in steps:
         choices = np.ascontiguousarray(trace.choices[first:last].transpose(1, 0, 2))
         if phase == Phase.GENERATED:
             n_seen += last - first
@@ -146,8 +148,7 @@ class _Run:
         while self._flying and self._flying[0][0] <= self._now:
             self._cache.arrived(self._flying.popleft()[1])
         self._cache.begin_step(MAX_CHANGES)
-        cells = (choices + self._bases)[choices >= 0] if choices.min() < 0 else choices + self._bases
-        cells = cells.reshape(-1)
+        cells = (choices + self._bases)[choices >= 0]
         found = self._slots[cells] != NO_SLOT
         hit = self._layer_counts(cells[found])
         missed = self._layer_counts(cells[~found])
@@ -206,5 +207,11 @@ class _Run:
             int(self._uploaded),
             int(self._missed),
             self._ms,
-            1e6 * float(np.median(self._times)) if self._times else 0.0,
+            1e6 * trimmed_mean(self._times),
         )
+
+
+def trimmed_mean(times: list[float]) -> float:
+    """Without the highest twentieth."""
+    kept = sorted(times)[: max(1, len(times) * 19 // 20)]
+    return sum(kept) / max(len(kept), 1)

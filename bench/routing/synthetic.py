@@ -39,7 +39,7 @@ class Router:
 
 
 ROUTERS = {
-    # Published of 512 experts: LRU finds 67 % with 64 slots and 81 % with 128; no expert is popular.
+    # Published of 512 experts: LRU finds 67 % with 64 slots and 81 % with 128; none is popular.
     # This one: 68 and 80 %.
     "local-512": Router(48, 512, 10, 2_420_000, topic=0.7, topics=32, drift=1.0, memory=0.97),
     # Published of Qwen3-30B: 45 % of a token's experts are used by the next one, 80 % by the next

@@ -132,6 +132,24 @@ def pause(_: Any) -> tuple[Any, Any]:
 
 
 @intrinsic
+def prefetch(_: Any, address: types.Type) -> tuple[Any, Any]:
+    """Start fetching the line at `address`; any address is harmless."""
+
+    def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32]),
+            "llvm.prefetch.p0",
+        )
+        read, keep, data = i32(0), i32(3), i32(1)
+        builder.call(function, [builder.inttoptr(args[0], pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def call(_: Any, function: types.Type, arguments: types.Type) -> tuple[Any, Any]:
     """call(address, (a, b, ...)) calls the C function void f(int64, int64, ...)."""
     return types.void(types.int64, arguments), _call_codegen(arguments, ir.VoidType())

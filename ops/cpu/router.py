@@ -16,6 +16,7 @@ from ops.cpu.memory import array, load_f32, load_i32, load_i64, store_f32, store
 SOFTMAX, SIGMOID, SOFTMAX_SELECTED = 0, 1, 2
 RENORMALISE_FLOOR = np.float32(2.0**-14)
 MINUS_INFINITY = np.float32(-np.inf)
+SUM_LANES = 32
 
 ROUTE = args_record(
     "route",
@@ -72,8 +73,8 @@ slot_tokens  i32[n_slots]: the token of each slot
 
 
 @kernel_njit
-def probabilities(a, logits, out):
-    """f32[n_expert] scores of one token."""
+def probabilities(a, logits, out, sums):
+    """f32[n_expert] scores of one token; sums: see `sum_of_lanes`."""
     n = a.n_expert
     if a.score == SIGMOID:
         for i in range(n):
@@ -82,21 +83,37 @@ def probabilities(a, logits, out):
         for i in range(n):
             out[i] = logits[i]
     else:
-        softmax(logits, out, n)
+        softmax(logits, out, n, sums)
 
 
 @kernel_njit
-def softmax(x, out, n):
-    """out = softmax of n values; may be the same array."""
+def sum_of_lanes(x, n, sums):
+    """Values 32 apart one after the other, then the halving tree over 32 sums, as a GPU's warp
+    adds; sums is f32[min(n, 32)] of scratch.
+    """
+    width = min(n, SUM_LANES)
+    for i in range(width):
+        sums[i] = x[i]
+    for i in range(width, n):
+        sums[i % SUM_LANES] += x[i]
+    half = SUM_LANES // 2
+    while half > 0:
+        for i in range(min(half, width - half)):
+            sums[i] += sums[i + half]
+        half //= 2
+    return sums[0]
+
+
+@kernel_njit
+def softmax(x, out, n, sums):
+    """out = softmax of n values; may be the same array.  sums: see `sum_of_lanes`."""
     peak = x[0]
     for i in range(1, n):
         if x[i] > peak:
             peak = x[i]
     for i in range(n):  # alone: it becomes vectors
         out[i] = exp(x[i] - peak)
-    total = np.float32(0)
-    for i in range(n):
-        total += out[i]
+    total = sum_of_lanes(out, n, sums)
     for i in range(n):
         out[i] = out[i] / total
 
@@ -142,7 +159,7 @@ def route(args: int, chunk: int, worker: int) -> None:
     scratch = array(a.scratch + worker * a.scratch_bytes, (3, a.n_expert), np.float32)
     scores, selection, group_scores = scratch[0], scratch[1], scratch[2]
     logits = array(a.logits + chunk * a.logits_stride, a.n_expert, np.float32)
-    probabilities(a, logits, scores)
+    probabilities(a, logits, scores, group_scores)
     for i in range(a.n_expert):
         bias = load_f32(a.bias + 4 * i) if a.bias != 0 else np.float32(0)
         selection[i] = scores[i] + bias if a.bias != 0 else scores[i]
@@ -158,7 +175,7 @@ def route(args: int, chunk: int, worker: int) -> None:
         weights[j] = scores[expert]
         total += weights[j]
     if a.score == SOFTMAX_SELECTED:
-        softmax(weights, weights, a.n_used)
+        softmax(weights, weights, a.n_used, group_scores)
     elif a.renormalise != 0:
         total = RENORMALISE_FLOOR if total < RENORMALISE_FLOOR else total
         for j in range(a.n_used):

@@ -5,10 +5,10 @@ the number of chunks of the other one: none if the layer misses nothing. The fir
 compute hidden values, the others quantize them, multiply, and write the answers. A chunk goes
 through all tokens of its expert, so weights are read once a step.
 
-There is no barrier between the two kinds of chunks: down waits for its own expert's hidden values.
-Chunks are claimed in order, so whoever waits does so for workers that are at it. Hidden values
-travel as f32, because chunks of a single missed expert are far smaller than what a scale spans;
-every down chunk quantizes anew, which is a fraction of its work.
+There is no barrier between the two kinds of chunks: down waits for its own expert's hidden values,
+and fetches its weights meanwhile. Chunks are claimed in order, so whoever waits does so for workers
+that are at it. Hidden values travel as f32, because chunks of a single missed expert are far
+smaller than what a scale spans; every worker quantizes them once for itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ops.cpu.memory import (
     load_i32,
     load_i64,
     pause,
+    prefetch,
     store_i32,
     store_i64,
 )
@@ -66,6 +67,8 @@ SERVE = args_record(
     hidden_bytes="i8",
     n_workers="i8",
     sched_yield="i8",
+    quantized="i8",
+    quantized_bytes="i8",
     scratch="i8",
     scratch_bytes="i8",
 )
@@ -83,27 +86,52 @@ chunks        address of the number of chunks of `serve`
 n_gate_up     how many of them are of gate and up, the first ones; set by `receive`
 *_rows        rows of a chunk; set by `receive`
 hidden_group  values under a scale of down's activation records, 1: f32; hidden_bytes of a record
+quantized     of each worker, quantized_bytes apart: a tag, zero before a step, then records
 sched_yield   address of the C function
 """
 
 EPOCH, ABORT = 0, 8
 CHUNKS_A_WORKER = 6
+GATE_UP_SHARE, DOWN_SHARE = 2, 3
+"""Chunks of one expert for each worker, at most: a claim takes half a microsecond when all of them
+want one."""
 GATE_UP_STEP, DOWN_STEP = 16, 32
-"""Rows of a chunk are a multiple: fewer cost more to claim than they even out."""
+"""Rows of a chunk are a multiple: products of several tokens go through so many at once."""
+NARROW_STEP, LINE_ANSWERS = 2, 8
+"""The same for one token an expert; answers fill whole lines."""
 DOWN_ROWS = 512
 """Most rows of a down chunk."""
 DOWN_TOKENS = 32
 """Tokens whose values and records a down chunk keeps at once."""
+HEAD_BYTES = 4096
+"""Of a chunk's rows, fetched before the product begins: the rest comes ahead of it by itself."""
+WAITING_BYTES = 1 << 18
+"""Of the same, by a worker that has to wait anyway: what its own cache has room for."""
+QUANTIZED = 64
+"""Where a worker's quantized hidden values begin, behind the tag that says whose they are."""
 BEAT_CYCLES = 1 << 20  # well below a millisecond: the line stays in every core's cache meanwhile
 BEAT_PAUSES = 256
 U32 = 0xFFFFFFFF
 HALF = 0x80000000
 
 
-def serve_scratch_bytes(hidden_bytes: int) -> int:
-    """Of a worker, before the matrix product's own; hidden_bytes of down's records."""
-    down = 2 * 8 * DOWN_TOKENS + DOWN_TOKENS * (hidden_bytes + 4 * DOWN_ROWS)
-    return max(FEED_FORWARD_SCRATCH_BYTES, down)
+DOWN_SCRATCH_BYTES = 2 * 8 * DOWN_TOKENS + DOWN_TOKENS * 4 * DOWN_ROWS
+SERVE_SCRATCH_BYTES = max(FEED_FORWARD_SCRATCH_BYTES, DOWN_SCRATCH_BYTES)
+"""Of a worker, before the matrix product's own."""
+
+
+def quantized_bytes(hidden_bytes: int) -> int:
+    """Of a worker's quantized hidden values, with their tag; hidden_bytes of a record."""
+    return QUANTIZED + DOWN_TOKENS * hidden_bytes
+
+
+@kernel_njit
+def fetch_rows(matrix, expert, first_row, n_rows, most):
+    """Have up to `most` bytes of some rows brought closer."""
+    address = matrix.weights + expert * matrix.slab_bytes + first_row * matrix.row_bytes
+    n_bytes = min(n_rows * matrix.row_bytes, most)
+    for offset in range(0, n_bytes, 64):
+        prefetch(address + offset)
 
 
 @kernel_njit
@@ -172,10 +200,12 @@ def group_misses(a, n_misses):
 
 
 @kernel_njit
-def rows_of_a_chunk(n_rows, n_workers, step, most):
-    """So many that every worker has some chunks to take."""
-    rows = n_rows // (n_workers * CHUNKS_A_WORKER)
-    return min(max(rows // step * step, step), most)
+def rows_of_a_chunk(n_rows, n_active, n_workers, share, step, most):
+    """Rows of one expert's chunk, of n_rows in all: every worker takes several chunks of a layer,
+    and `share` of them are enough."""
+    rows = (n_rows + n_workers * share - 1) // (n_workers * share)
+    rows = max(rows, n_active * n_rows // (n_workers * CHUNKS_A_WORKER))
+    return min((rows + step - 1) // step * step, most)
 
 
 @job_kernel
@@ -191,10 +221,13 @@ def receive(args: int, chunk: int, worker: int) -> None:
     for i in range(n_active):
         store_i64(a.finished + 8 * i, 0)
     f = array(a.experts, 1, FEED_FORWARD)[0]
-    rows = rows_of_a_chunk(n_active * f.n_ff, a.n_workers, GATE_UP_STEP, GATE_UP_ROWS)
+    narrow = n_active == n_misses
+    step = NARROW_STEP if narrow else GATE_UP_STEP
+    rows = rows_of_a_chunk(f.n_ff, n_active, a.n_workers, GATE_UP_SHARE, step, GATE_UP_ROWS)
     a.gate_up_rows = rows
     a.n_gate_up = n_active * ((f.n_ff + rows - 1) // rows)
-    rows = rows_of_a_chunk(n_active * f.n_out, a.n_workers, DOWN_STEP, DOWN_ROWS)
+    step = LINE_ANSWERS if narrow else DOWN_STEP
+    rows = rows_of_a_chunk(f.n_out, n_active, a.n_workers, DOWN_SHARE, step, DOWN_ROWS)
     a.down_rows = rows
     store_i64(a.chunks, a.n_gate_up + n_active * ((f.n_out + rows - 1) // rows))
 
@@ -206,6 +239,9 @@ def gate_up_chunk(a, f, index, scratch):
     expert, slot, end_slot = slots_of(f, index // per_expert, 0)
     first_row = index % per_expert * a.gate_up_rows
     n_rows = min(a.gate_up_rows, f.n_ff - first_row)
+    up_row = f.first_up_row + first_row
+    fetch_rows(array(f.gate, 1, MATRIX)[0], expert, first_row, n_rows, HEAD_BYTES)
+    fetch_rows(array(f.up, 1, MATRIX)[0], expert, up_row, n_rows, HEAD_BYTES)
     while slot < end_slot:
         n = min(BATCH_TOKENS, end_slot - slot)
         gate_up_batch(f, expert, slot, n, first_row, n_rows, scratch)
@@ -223,24 +259,38 @@ def answer_row(target, values, n, number):
 
 
 @kernel_njit
-def answer_batch(a, f, expert, first_slot, n, rows, scratch):
+def quantized(a, f, first_slot, n, number, worker):
+    """Address of the records of n slots' hidden values, made at the worker's first chunk of them.
+
+    Their tag is the layer's number and the slot after the first one.
+    """
+    at = a.quantized + worker * a.quantized_bytes
+    tag = number << 32 | np.int64(first_slot + 1)
+    if load_i64(at) != tag:
+        for t in range(n):
+            hidden = f.hidden + (first_slot + t) * f.hidden_stride
+            quantize_row(a.hidden_group, hidden, f.n_ff, at + QUANTIZED + t * a.hidden_bytes)
+        store_i64(at, tag)
+    return at + QUANTIZED
+
+
+@kernel_njit
+def answer_batch(a, f, expert, first_slot, n, rows, worker):
     """Answers of some rows of up to DOWN_TOKENS slots; rows: (first, end)."""
     first_row, end_row = rows
     n_rows = end_row - first_row
+    number = (load_i64(a.step + EPOCH) * a.n_layers + a.layer + 1) & U32
+    scratch = a.scratch + worker * a.scratch_bytes
     x_ptrs, y_ptrs = scratch, scratch + 8 * DOWN_TOKENS
-    records = scratch + 2 * 8 * DOWN_TOKENS
-    values = records + DOWN_TOKENS * a.hidden_bytes
+    values = scratch + 2 * 8 * DOWN_TOKENS
+    records, record_bytes = f.hidden + first_slot * f.hidden_stride, f.hidden_stride
+    if a.hidden_group != 1:
+        records, record_bytes = quantized(a, f, first_slot, n, number, worker), a.hidden_bytes
     for t in range(n):
-        hidden = f.hidden + (first_slot + t) * f.hidden_stride
-        if a.hidden_group != 1:
-            quantize_row(a.hidden_group, hidden, f.n_ff, records + t * a.hidden_bytes)
-            hidden = records + t * a.hidden_bytes
-        store_i64(x_ptrs + 8 * t, hidden)
+        store_i64(x_ptrs + 8 * t, records + t * record_bytes)
         store_i64(y_ptrs + 8 * t, values + 4 * (t * n_rows - first_row))
     down = array(f.down, 1, MATRIX)[0]
-    room = values + 4 * DOWN_TOKENS * DOWN_ROWS
-    multiply(down, expert, first_row, end_row, x_ptrs, y_ptrs, n, room)
-    number = (load_i64(a.step + EPOCH) * a.n_layers + a.layer + 1) & U32
+    multiply(down, expert, first_row, end_row, x_ptrs, y_ptrs, n, scratch + DOWN_SCRATCH_BYTES)
     for t in range(n):
         place = np.int64(load_i32(a.answers + 4 * (first_slot + t))) * f.n_out + first_row
         target = a.exchange + a.answers_offset + exchange.ANSWER_BYTES * place
@@ -248,22 +298,26 @@ def answer_batch(a, f, expert, first_slot, n, rows, scratch):
 
 
 @kernel_njit
-def down_chunk(a, f, index, scratch):
+def down_chunk(a, f, index, worker):
     """Some output rows of one missed expert, as answers."""
     per_expert = (f.n_out + a.down_rows - 1) // a.down_rows
     expert, slot, end_slot = slots_of(f, index // per_expert, 0)
     first_row = index % per_expert * a.down_rows
-    rows = first_row, min(f.n_out, first_row + a.down_rows)
+    end_row = min(f.n_out, first_row + a.down_rows)
+    down = array(f.down, 1, MATRIX)[0]
+    finished = a.finished + 8 * (index // per_expert)
     n_expected = (f.n_ff + a.gate_up_rows - 1) // a.gate_up_rows
+    most = HEAD_BYTES if atomic_load(finished) == n_expected else WAITING_BYTES
+    fetch_rows(down, expert, first_row, end_row - first_row, most)
     n_pauses = 0
-    while atomic_load(a.finished + 8 * (index // per_expert)) < n_expected:
+    while atomic_load(finished) < n_expected:
         pause()
         n_pauses += 1
         if n_pauses > YIELD_AFTER and n_pauses % YIELD_EVERY == 0:
             call_i64(a.sched_yield, (0,))
     while slot < end_slot:
         n = min(DOWN_TOKENS, end_slot - slot)
-        answer_batch(a, f, expert, slot, n, rows, scratch)
+        answer_batch(a, f, expert, slot, n, (first_row, end_row), worker)
         slot += n
 
 
@@ -273,8 +327,7 @@ def serve(args: int, chunk: int, worker: int) -> None:
     a = array(args, 1, SERVE)[0]
     beat(a)
     f = array(a.experts, 1, FEED_FORWARD)[0]
-    scratch = a.scratch + worker * a.scratch_bytes
     if chunk < a.n_gate_up:
-        gate_up_chunk(a, f, chunk, scratch)
+        gate_up_chunk(a, f, chunk, a.scratch + worker * a.scratch_bytes)
     else:
-        down_chunk(a, f, chunk - a.n_gate_up, scratch)
+        down_chunk(a, f, chunk - a.n_gate_up, worker)

@@ -127,13 +127,13 @@ class _SharedTeam:
         self._n_holders = 0
         self._process = os.getpid()
 
-    def acquire(self, n_threads: int | None) -> Team:
+    def acquire(self, n_threads: int | None, spare: int) -> Team:
         with self._lock:
             if self._process != os.getpid():
                 # A fork copied the record but not the threads: this process starts its own.
                 self._team, self._n_holders, self._process = None, 0, os.getpid()
             if self._team is None:
-                n_started = cores.default_threads() if n_threads is None else n_threads
+                n_started = n_threads or max(cores.default_threads() - spare, 1)
                 self._team = Team(n_started, cores.pin_to(n_started))
             elif n_threads is not None and n_threads > self._team.n_threads:
                 raise TeamError(
@@ -156,14 +156,14 @@ class _SharedTeam:
 _SHARED = _SharedTeam()
 
 
-def acquire_team(n_threads: int | None = None) -> Team:
+def acquire_team(n_threads: int | None = None, *, spare: int = 0) -> Team:
     """The process's team, started if nobody holds it; give it back with `release`.
 
-    n_threads: workers wanted, None for whatever runs or else one per physical core.  A running team
-    of more workers serves too.
+    n_threads: workers wanted, None for whatever runs or else one per physical core but `spare`.  A
+    running team of more workers serves too.
 
     Raises: TeamError for less than one worker, or when a running team has fewer than asked for.
     """
     if n_threads is not None and n_threads < 1:
         raise TeamError(f"n_threads = {n_threads}: use at least 1")
-    return _SHARED.acquire(n_threads)
+    return _SHARED.acquire(n_threads, spare)

@@ -1,10 +1,11 @@
 """The compiled inside of the worker team: claiming chunks, walking programs, sleeping.
 
-One control block serves a team.  The claim word holds (generation << 32 | chunks left) of the job
-being worked on; a worker owns a chunk once it has decremented the word by compare-and-swap.  A job
-has ended when as many chunks are finished as it had, so a worker that is descheduled *without* a
-chunk delays nobody.  The worker that finishes the last chunk moves on to the next job; jobs of one
-chunk it runs itself, without telling the others.
+One control block serves a team.  The claim word holds (number of chunks << 32 | next chunk) of the
+job being worked on; a worker owns what it has added to the word, as far as the job has it.  Adding
+never fails, so many workers get their chunks in turn; whoever looked at an earlier job owns chunks
+of the one that it added to, or none.  A job has ended when as many chunks are finished as it had,
+so a worker that is descheduled *without* a chunk delays nobody.  The worker that finishes the last
+chunk moves on to the next job; jobs of one chunk it runs itself, without telling the others.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ CLAIM, N_DONE, BUSY, WAKE, SLEEPING, STOP, HEAD, TAIL, LIBC, RING = (LINE * i fo
 RING_SLOTS = 64
 CONTROL_BYTES = RING + 8 * RING_SLOTS
 # Words written only by the worker that moves on.
-FUNCTION, ARGS, N_CHUNKS, JOB_AT, JOB_END, PROGRAM = (CLAIM + 8 * i for i in range(1, 7))
+FUNCTION, ARGS, JOB_AT, JOB_END, PROGRAM = (CLAIM + 8 * i for i in range(1, 6))
 # Words of the line LIBC: addresses of functions, the number of the futex call (0: none), and how
 # many workers there are.
 SYSCALL, WRITE, USLEEP, YIELD, FUTEX, N_WORKERS = (LIBC + 8 * i for i in range(6))
 
-LEFT = 0xFFFFFFFF
+NEXT = 0xFFFFFFFF
 FUTEX_WAIT_PRIVATE = 128
 FUTEX_WAKE_PRIVATE = 129
 SPIN_CYCLES = 500_000  # about 200 us between the end of a program and sleep
@@ -92,10 +93,8 @@ def publish(control, function, args, n_chunks):
     """Offer the chunks of a job to all workers."""
     store_i64(control + FUNCTION, function)
     store_i64(control + ARGS, args)
-    store_i64(control + N_CHUNKS, n_chunks)
     store_i64(control + N_DONE, 0)
-    generation = (load_i64(control + CLAIM) >> 32) + 1
-    atomic_store(control + CLAIM, ((generation & 0x7FFFFFFF) << 32) | n_chunks)
+    atomic_store(control + CLAIM, n_chunks << 32)
 
 
 @njit("boolean(int64, int64)", cache=True)  # keeps the GIL: giving it up could cost 5 ms
@@ -175,6 +174,13 @@ def move_on(control, worker):
     publish(control, load_i64(job), load_i64(job + 8), n_chunks)
 
 
+@njit("int64(int64)", nogil=True, cache=True)
+def chunks_left(control):
+    """How many chunks nobody has claimed; not above 0: none."""
+    claim = atomic_load(control + CLAIM)
+    return (claim >> 32) - (claim & NEXT)
+
+
 @njit("void(int64, int64)", nogil=True, cache=True)
 def drain(control, worker):
     """Take chunks until none is left to take: several while many are left, one of the last ones.
@@ -183,20 +189,22 @@ def drain(control, worker):
     """
     shares = SHARES * load_i64(control + N_WORKERS)
     while True:
-        claim = atomic_load(control + CLAIM)
-        left = claim & LEFT
-        if left == 0:
+        left = chunks_left(control)
+        if left <= 0:
             return
-        taken = max(1, left // shares)
-        if compare_and_swap(control + CLAIM, claim, claim - taken):
-            n_chunks = load_i64(control + N_CHUNKS)
-            function = load_i64(control + FUNCTION)
-            if function != 0:
-                args, first = load_i64(control + ARGS), n_chunks - left
-                for chunk in range(first, first + taken):
-                    call(function, (args, chunk, worker))
-            if atomic_add(control + N_DONE, taken) == n_chunks - taken:
-                move_on(control, worker)
+        wanted = max(1, left // shares)
+        claim = atomic_add(control + CLAIM, wanted)
+        first, n_chunks = claim & NEXT, claim >> 32
+        taken = min(wanted, n_chunks - first)
+        if taken <= 0:
+            return
+        function = load_i64(control + FUNCTION)
+        if function != 0:
+            args = load_i64(control + ARGS)
+            for chunk in range(first, first + taken):
+                call(function, (args, chunk, worker))
+        if atomic_add(control + N_DONE, taken) == n_chunks - taken:
+            move_on(control, worker)
 
 
 @njit("void(int64)", nogil=True, cache=True)
@@ -232,7 +240,7 @@ def work(control, worker):
     n_pauses = 0
     idle_since = cycle_counter()
     while atomic_load(control + STOP) == 0:
-        if atomic_load(control + CLAIM) & LEFT != 0:
+        if chunks_left(control) > 0:
             drain(control, worker)
             n_pauses = 0
             idle_since = cycle_counter()

@@ -16,10 +16,14 @@ from ops.gpu.kernel import Kernel, launch_defines
 from ops.gpu.kv_layout import PAGE_TOKENS, VALUE_DIMS, GPUPageLayout
 from ops.quants.block import F32
 
+CHOICE_PARAMS = ", .param .u64 masks, .param .u32 mask_stride"
+
 UNIT_KEYS = 64
 """Keys of one softmax step."""
 BLOCKS_AT_ONCE = 512
 """Blocks of `attention` that one token's keys are spread over: an H200 runs 528 at a time."""
+WIDE_BLOCKS_AT_ONCE = 128
+"""The same of heads so wide that a multiprocessor has room for one block."""
 ROW_TILE = 16
 """Rows of a tensor-core product."""
 PROMPT_ROWS = 64
@@ -27,6 +31,16 @@ PROMPT_ROWS = 64
 SCORE_ROW = 320
 """Bytes from one row of scores to the next: rows beside each other in different banks."""
 STATE_ROW = 16
+MAX_DIM_V = 512
+"""Dimensions of values: a block has two threads for each."""
+
+COPY_MACROS = ("COPY_KEYS", "COPY_VALUES", "COPY_NEXT_KEYS", "COPY_NEXT_VALUES")
+COPIES = (
+    ("copy_keys", "copy_values", "copy_keys", "copy_values"),
+    ("rows_first", "rows_none", "rows_none", "rows_again"),
+    ("rows_first", "rows_none", "rows_next", "rows_swap"),
+)
+"""The fragments of these macros, by `AttentionShape.row_buffers`."""
 
 SHIPPED_DIMS = (
     (64, 64),
@@ -37,9 +51,9 @@ SHIPPED_DIMS = (
     (192, 192),
     (256, 256),
 )
-"""(dim_k, dim_v) that are tested; the factories take any multiples of 16 up to 512 values."""
+"""(dim_k, dim_v) that are tested; the factories take other multiples up to 512 values."""
 LATENT_DIMS = (576, 512)
-"""Those of latent attention: for sm_90 alone, and prompts go through `attention` too."""
+"""Those of latent attention, whose prompts go through `attention` too."""
 
 JOIN_BLOCK = 256
 JOIN_VALUES = 256
@@ -47,7 +61,12 @@ JOIN_VALUES = 256
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the text of an attention kernel depends on; dimensions per head, multiples of 16.
+    """What the text of an attention kernel depends on; dimensions per head: dim_k is a multiple of
+    8, dim_v of 16.
+
+    row_buffers  0: values have pages of their own. Else a value is the first dim_v dimensions of
+                 its key, an f16 row, and shared memory has room for 1 or 2 units of rows
+    chooses      masks say which keys each token reads (`ops.gpu.indexer`)
 
     Raises: ValueError as `GPUPageLayout`, or when a block had too many threads.
     """
@@ -57,12 +76,16 @@ class AttentionShape:
     k_cache: str = "f16"
     v_cache: str = "f16"
     overlapped: bool = False
+    row_buffers: int = 0
+    chooses: bool = False
 
     def __post_init__(self) -> None:
-        if self.dim_v > 512:
+        if self.dim_v > MAX_DIM_V:
             raise ValueError(
-                f"GPU attention takes values of up to 512 dimensions, not {self.dim_v}"
+                f"GPU attention takes values of up to {MAX_DIM_V} dimensions, not {self.dim_v}"
             )
+        if self.row_buffers and (self.k_cache != "f16" or self.dim_v > self.dim_k):
+            raise ValueError(f"no rows of {self.k_cache} are keys and values at once")
         _ = self.keys, self.values
 
     @property
@@ -94,13 +117,17 @@ class AttentionShape:
     @property
     def key_place(self) -> int:
         """Bytes of one kv head of a page's keys in shared memory."""
-        return self.keys.head_bytes + PAGE_TOKENS * self.key_pad
+        groups = PAGE_TOKENS // 8 * 16 if self.row_buffers else 0
+        return self.keys.head_bytes + PAGE_TOKENS * self.key_pad + groups
 
     def places(self, n_rows: int) -> tuple[int, int, int, int, int]:
         """Where values, queries, scores and states begin in shared memory, and its bytes."""
         pages = UNIT_KEYS // PAGE_TOKENS
         values = pages * self.key_place
         queries = values + pages * self.values.head_bytes
+        if self.row_buffers:
+            queries = values = self.row_buffers * pages * self.key_place
+            values //= 2
         scores = queries + 2 * n_rows * self.query_row
         states = scores + n_rows * SCORE_ROW
         return values, queries, scores, states, states + n_rows * STATE_ROW
@@ -124,10 +151,7 @@ class AttentionShape:
             "KEY_PLACE": self.key_place,
             "KEY_SCALES": keys.value_bytes + PAGE_TOKENS * self.key_pad,
             "VALUE_BYTES": values.head_bytes,
-            "VALUE_ROW": PAGE_TOKENS * values.element_bytes,
-            "VALUE_ROW_8": 8 * PAGE_TOKENS * values.element_bytes,
-            "VALUE_LANE": 8 * values.element_bytes,
-            "VALUE_SCALES": values.value_bytes,
+            **self._value_defines(),
             "Q_ROW": q_row,
             "Q_ROW_8": 8 * q_row,
             "Q_LOW": n_rows * q_row,
@@ -137,8 +161,31 @@ class AttentionShape:
             "SCORES_AT": scores_at,
             "STATES_AT": states_at,
             **_fragments("KEYS", "KEY_PRODUCT", self.k_cache, "keys"),
+        }
+
+    def _value_defines(self) -> dict[str, str | int]:
+        """Those of how values are read."""
+        if self.row_buffers:
+            rows = {"LOAD_VALUES": _fragment("load_rows"), "MASK_VALUES": _fragment("mask_f16")}
+            return {**rows, "VALUE_PRODUCT": _fragment("product_f16"), "VALUE_ROW_8": 16}
+        size = self.values.element_bytes
+        return {
+            "VALUE_ROW": PAGE_TOKENS * size,
+            "VALUE_ROW_8": 8 * PAGE_TOKENS * size,
+            "VALUE_LANE": 8 * size,
+            "VALUE_SCALES": self.values.value_bytes,
             **_fragments("VALUES", "VALUE_PRODUCT", self.v_cache, "values"),
             "MASK_VALUES": _fragment("mask", "f16" if self.v_cache == "f16" else "split"),
+        }
+
+    def copy_defines(self) -> dict[str, str | int]:
+        """Those of how units come to shared memory."""
+        names = COPIES[self.row_buffers]
+        places = ("rows_key", "rows_value") if self.row_buffers else ("key_place", "value_place")
+        return {
+            **{macro: _fragment(name) for macro, name in zip(COPY_MACROS, names, strict=True)},
+            "PLACE_KEY": _fragment(places[0]),
+            "PLACE_VALUE": _fragment(places[1]),
         }
 
 
@@ -164,13 +211,17 @@ def attention(shape: AttentionShape) -> Kernel:
         source="attention.ptx",
         defines={
             **shape.defines(ROW_TILE, _blocks_in_registers(shape)),
+            **shape.copy_defines(),
             "ROWS_FURTHER": 8 * 4 * shape.dim_v,
+            "CHOOSE": _fragment("choice" if shape.chooses else "choice_none"),
+            "CHOICE_PARAMS": CHOICE_PARAMS if shape.chooses else "",
         },
         params=(
             *((name, "u64") for name in ("counts", "positions", "rows", "page_tables", "q")),
             *((name, "u64") for name in ("k_pages", "v_pages", "partials", "states")),
             *((name, "u32") for name in ("n_head", "group", "table_stride")),
             *((name, "u32") for name in ("k_page_bytes", "v_page_bytes", "window", "max_splits")),
+            *((("masks", "u64"), ("mask_stride", "u32")) if shape.chooses else ()),
         ),
         block=shape.block,
         reference=attention_reference,
@@ -182,9 +233,9 @@ def _blocks_in_registers(shape: AttentionShape) -> int:
     return max(1, (1024 if shape.overlapped else 768) // shape.block)
 
 
-def max_splits(n_head: int, n_head_kv: int) -> int:
+def max_splits(n_head: int, n_head_kv: int, blocks_at_once: int = BLOCKS_AT_ONCE) -> int:
     """Most splits of a token, the same for every launch of a model: enough to fill a card."""
-    return max(16, min(128, BLOCKS_AT_ONCE // attention_grid(1, n_head, n_head_kv, 1)[1]))
+    return max(16, min(128, blocks_at_once // attention_grid(1, n_head, n_head_kv, 1)[1]))
 
 
 def n_splits(max_position: int, max_splits: int, window: int = 0) -> int:
@@ -321,7 +372,12 @@ def shipped_shapes() -> Iterator[AttentionShape]:
     for dim_k, dim_v in SHIPPED_DIMS:
         for overlapped in (False, True):
             yield AttentionShape(dim_k, dim_v, overlapped=overlapped)
-    yield AttentionShape(*LATENT_DIMS, overlapped=True)
+    yield AttentionShape(*LATENT_DIMS, overlapped=True, row_buffers=2)
+    yield AttentionShape(*LATENT_DIMS, row_buffers=1)
+    yield AttentionShape(*LATENT_DIMS, "q8_0", "q8_0", overlapped=True)
+    for early in (False, True):
+        yield AttentionShape(256, 256, overlapped=early, chooses=True)
+        yield AttentionShape(*LATENT_DIMS, overlapped=early, row_buffers=1 + early, chooses=True)
     yield AttentionShape(128, 128, "q8_0", "q8_0", overlapped=True)
     for types in (("q8_0", "q8_0"), ("f32", "f32"), ("f16", "q8_0"), ("q8_0", "f16")):
         yield AttentionShape(128, 128, *types)
@@ -333,9 +389,12 @@ def variants() -> Iterator[tuple[str, Kernel]]:
         types = (
             "" if shape.k_cache == shape.v_cache == "f16" else f", {shape.k_cache} {shape.v_cache}"
         )
-        variant = f"{shape.dim_k} {shape.dim_v}{types}{', overlapped' if shape.overlapped else ''}"
+        rows = f", rows in {shape.row_buffers}" if shape.row_buffers else ""
+        rows += ", chosen" if shape.chooses else ""
+        wait = ", overlapped" if shape.overlapped else ""
+        variant = f"{shape.dim_k} {shape.dim_v}{types}{rows}{wait}"
         yield f"attention ({variant})", attention(shape)
-        if (shape.dim_k, shape.dim_v) != LATENT_DIMS:
+        if (shape.dim_k, shape.dim_v) != LATENT_DIMS and not shape.chooses:
             yield f"attention_prompt ({variant})", attention_prompt(shape)
     yield "attention_join", attention_join()
     yield "attention_join (overlapped)", attention_join(overlapped=True)

@@ -11,25 +11,32 @@ from collections.abc import Callable, Iterator
 from ops.gpu import (
     activate,
     attention,
+    delta_net,
     embed,
     expert,
+    fetch,
     gemm,
     gemm_float,
+    handover,
     heads,
+    indexer,
     latent_heads,
     linear,
     mailbox,
+    ngram_memory,
     norm,
     quantize,
     router,
     sampling,
     step_io,
+    streams,
 )
 from ops.gpu.kernel import Kernel
 
 SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     quantize.variants,
     expert.variants,
+    fetch.variants,
     linear.variants,
     embed.variants,
     mailbox.variants,
@@ -38,11 +45,16 @@ SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     router.variants,
     step_io.variants,
     sampling.variants,
+    handover.variants,
     heads.variants,
     latent_heads.variants,
     attention.variants,
     gemm.variants,
     gemm_float.variants,
+    delta_net.variants,
+    streams.variants,
+    ngram_memory.variants,
+    indexer.variants,
 )
 
 

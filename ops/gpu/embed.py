@@ -1,6 +1,7 @@
 """The GPU kernel `embed`: rows of the token embedding as f32, the values of ops.quants.
 
-token_ids  i32[n_tokens]
+token_ids  i32[n_tokens]: ids; -1 - row stands for what lies in sampled[row]
+sampled    i32[*]: tokens that the step before chose; -1, which none is, counts as 0
 weights    the embedding matrix, as `ops.gpu.linear.Segment.weights`
 table      the format's grid (`ops.gpu.kernel.format_table`), or anything
 x          f32[n_tokens, n]
@@ -26,6 +27,7 @@ from ops.quants.block import F32, U8
 
 PARAMS = (
     ("token_ids", "u64"),
+    ("sampled", "u64"),
     ("weights", "u64"),
     ("table", "u64"),
     ("x", "u64"),

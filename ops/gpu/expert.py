@@ -13,7 +13,13 @@ import numpy as np
 from ops.arithmetic import dot_rows, quantize_rows
 from ops.gpu.activate import ACTIVATIONS, SWIGLU, activated
 from ops.gpu.kernel import Kernel, activation_defines
-from ops.gpu.row_launch import BLOCK_FORMATS, TEAMS, RowLaunch
+from ops.gpu.row_launch import (
+    BLOCK_FORMATS,
+    TEAMS,
+    RowLaunch,
+    down_launch,
+    gate_up_launch,
+)
 from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32, U8
 
@@ -104,21 +110,20 @@ def expert_down(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
 
 def variants() -> Iterator[tuple[str, Kernel]]:
     """Every format and team, overlapped; one format alone as well."""
-    for launch, fmt in launches():
-        variant = f"team {launch.team}{', overlapped' if launch.overlapped else ''}"
-        variant += ", direct" if launch.direct else ""
-        for make in (expert_gate_up, expert_down):
-            kernel = make(fmt, launch)
+    for gate_up, down, fmt in launches():
+        variant = f"team {down.team}{', overlapped' if down.overlapped else ''}"
+        for kernel in (expert_gate_up(fmt, gate_up), expert_down(fmt, down)):
             yield f"{kernel.entry} ({variant})", kernel
 
 
-def launches() -> Iterator[tuple[RowLaunch, BlockFormat]]:
-    """Those of the kernels that ship."""
+def launches() -> Iterator[tuple[RowLaunch, RowLaunch, BlockFormat]]:
+    """Those of gate and up and of down of the kernels that ship."""
     for team in TEAMS:
         for name in BLOCK_FORMATS:
-            yield RowLaunch(team, overlapped=True), FORMATS[name]
-        yield RowLaunch(team), FORMATS["Q4_K"]
-        yield RowLaunch(team, overlapped=True, direct=True), FORMATS["Q4_K"]
+            for overlapped in (True, False) if name == "Q4_K" else (True,):
+                fmt = FORMATS[name]
+                gate_up = gate_up_launch(fmt, team, overlapped=overlapped)
+                yield gate_up, down_launch(fmt, team, overlapped=overlapped), fmt
 
 
 def _check(fmt: BlockFormat) -> None:

@@ -36,8 +36,14 @@ from ops.quants.block import ACTIVATION_GROUP
 GEMM_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.block_elems > 1)
 """Formats that tensor cores can multiply: all but the floating-point ones."""
 
-TILE_TOKENS = (8, 16, 32, 64, 128)
+TILE_TOKENS = (8, 16, 32, 64)
 """Slots of a block that there are tiles for."""
+
+SHARED_OF_8_0 = 164 << 10
+"""Bytes of a multiprocessor of compute capability 8.0; a block takes 1024 beside its own."""
+
+MANY_BLOCKS = 264
+"""Blocks that fill an H200 twice."""
 
 PARAMS = (
     *((name, "u64") for name in ("records", "rows", "offsets", "matrices", "table")),
@@ -56,7 +62,8 @@ def gemm_defines(tile: GemmTile) -> dict[str, str | int]:
     if tile.fmt.has_mins:
         defines |= _sum_defines(tile)
     if tile.fmt.name in DIRECT_FORMATS:
-        defines["ROW_PITCH_8"] = 8 * Layout(tile).row_pitch
+        if tile.fmt.unit_elems == 256:
+            defines["ROW_PITCH_8"] = 8 * Layout(tile).row_pitch
     else:
         defines |= _unpack_defines(tile)
     if table_bytes := format_table(tile.fmt).nbytes:
@@ -71,7 +78,7 @@ def gemm_defines(tile: GemmTile) -> dict[str, str | int]:
 def _sizes(tile: GemmTile) -> dict[str, str | int]:
     """The numbers of a tile, a format and a layout."""
     fmt, at = tile.fmt, Layout(tile)
-    group = ACTIVATION_GROUP[fmt.activation]
+    group, direct = ACTIVATION_GROUP[fmt.activation], fmt.name in DIRECT_FORMATS
     sizes: dict[str, str | int] = {
         "BLOCK_SHIFT": _log2(fmt.block_elems),
         "BLOCK_BYTES": fmt.block_bytes,
@@ -106,7 +113,8 @@ def _sizes(tile: GemmTile) -> dict[str, str | int]:
         x_scales = tile.tokens * tile.split * fmt.unit_elems // group
         return sizes | {
             "HALF_STEP": tile.step // 2,
-            "HALF_SCALES": 4 * tile.split * tile.rows,
+            "HALF_A": tile.step // 2 if not direct else tile.split * fmt.block_bytes,
+            "HALF_W": 4 * tile.split * tile.rows if not direct else tile.split * fmt.block_bytes,
             "HALF_X_SCALES": 4 * x_scales,
             **({"ROWS_2": 2 * tile.rows} if fmt.unit_elems == 16 else {}),
         }
@@ -238,17 +246,27 @@ def _fragments_32(tile: GemmTile) -> dict[str, str]:
     """Those of units of 32 or 16."""
     fmt, columns = tile.fmt, tile.columns
     mins = "_mins" if fmt.has_mins else ""
-    return {
+    names = {
         "COPY_SUMS": "gemm_sums_32" if mins else "gemm_sums_none",
-        "KEEP": f"gemm_keep_unit{fmt.unit_elems}{mins}",
         "PREPARE": f"gemm_prepare_32_{columns}",
         "PRODUCTS": f"gemm_products_32_{columns}",
-        "LOAD_A": f"gemm_a_{fmt.unit_elems}",
-        "LOAD_MIN_SCALES": f"gemm_load_mins{'' if mins else '_none'}",
         "COLUMN": f"gemm_column_unit{mins}",
         "NEXT": "gemm_next_step",
         "CARRY": "gemm_carry_none",
         "MERGE": f"gemm_merge_{columns}",
+    }
+    if fmt.name in DIRECT_FORMATS:
+        return names | {
+            "PLACE_A": "gemm_prepare_raw",
+            "OPEN_UNITS": "gemm_open_raw",
+            "LOAD_A": f"gemm_a_raw{mins}",
+            "ROW_A": f"gemm_row_{fmt.name.lower()}",
+        }
+    return names | {
+        "KEEP": f"gemm_keep_unit{fmt.unit_elems}",
+        "PLACE_A": "gemm_prepare_tile",
+        "OPEN_UNITS": "gemm_open_tile",
+        "LOAD_A": f"gemm_a_{fmt.unit_elems}",
     }
 
 
@@ -266,11 +284,11 @@ def _repeat(total: int, at_once: int) -> str:
     return f'"inc/gemm_repeat_{-(-total // at_once)}.inc.ptx"'
 
 
-def gemm_tile(fmt: BlockFormat, tokens: int, *, few_rows: bool = False) -> GemmTile:
+def gemm_tile(fmt: BlockFormat, tokens: int, *, many_rows: bool = False) -> GemmTile:
     """The tile for so many slots a block, one of `TILE_TOKENS`.
 
-    few_rows: 16 rows a block, for a matrix whose blocks of 32 would not fill the GPU twice; there
-    are such tiles for `DIRECT_FORMATS` and up to 32 slots, and the usual one otherwise.
+    many_rows: each warp has the units of its rows to itself, for products whose blocks would fill
+    the GPU several times; there are such tiles for 32 slots.
 
     Raises:
         LookupError: tensor cores cannot multiply the format, or there is no such tile.
@@ -280,14 +298,36 @@ def gemm_tile(fmt: BlockFormat, tokens: int, *, few_rows: bool = False) -> GemmT
     if tokens not in TILE_TOKENS:
         raise LookupError(f"no tile of {tokens} slots; there are {TILE_TOKENS}")
     if fmt.unit_elems < 256:
-        return GemmTile(fmt, tokens, rows=16, split=8, columns=min(tokens, 64), min_blocks=1)
-    if tokens <= 32:
-        if few_rows and fmt.name in DIRECT_FORMATS:
-            return GemmTile(fmt, tokens, rows=16, split=8, columns=tokens)
-        return GemmTile(fmt, tokens, rows=32, split=4, columns=tokens)
-    crowded = fmt.name == "Q5_K" or (fmt.name in SUB_ELEMS and fmt.name not in DIRECT_FORMATS)
+        wide = fmt.unit_elems == 32 and (tokens == 64 or (tokens == 32 and many_rows))
+        rows = 32 if wide else 16
+        return GemmTile(fmt, tokens, rows, split=8, columns=tokens, min_blocks=1)
+    direct = fmt.name in DIRECT_FORMATS
+    if tokens < 32 or (tokens == 32 and not many_rows):
+        min_blocks = {8: 4, 16: 3, 32: 2}[tokens] if direct else 2
+        return GemmTile(fmt, tokens, rows=32, split=4, columns=tokens, min_blocks=min_blocks)
+    if tokens == 32 and direct:  # with eight warps some architectures spill registers
+        return GemmTile(fmt, tokens, rows=64, split=1, columns=32, min_blocks=3)
+    crowded = fmt.name == "Q5_K" or (fmt.name in SUB_ELEMS and not direct)
     min_blocks = 1 if crowded else 2  # two would spill registers
     return GemmTile(fmt, tokens, 16 * 8 * 32 // tokens, 1, columns=32, min_blocks=min_blocks)
+
+
+def best_tile(
+    fmt: BlockFormat, n_rows: int, n_slots: int, n_groups: int = 0, *, shared_bytes: int
+) -> GemmTile:
+    """The tile of a product of up to `n_slots` slots, see `ops.gpu.gemm` for the sizes.
+
+    shared_bytes: dynamic shared memory that a block may have; where the tile needs more, a
+    smaller one does. On an H200 64 slots of a block were better than 128 for every prompt, 32 slots
+    were quicker with many rows once these blocks filled the GPU twice.
+    """
+    share = -(-n_slots // max(n_groups, 1))
+    most = next((n for n in TILE_TOKENS if n >= share), TILE_TOKENS[-1])
+    tall = gemm_tile(fmt, most, many_rows=True)
+    x, y, _ = tall.grid(n_rows, n_slots, n_groups)
+    tiles = [gemm_tile(fmt, n) for n in reversed(TILE_TOKENS) if n <= most]
+    tiles.insert(0 if x * y >= MANY_BLOCKS else 1, tall)
+    return next((tile for tile in tiles if tile.shared_bytes <= shared_bytes), tiles[-1])
 
 
 def shipped_tiles() -> Iterator[GemmTile]:
@@ -296,17 +336,23 @@ def shipped_tiles() -> Iterator[GemmTile]:
         for tokens in TILE_TOKENS:
             usual = gemm_tile(FORMATS[name], tokens)
             yield usual
-            fewer = gemm_tile(FORMATS[name], tokens, few_rows=True)
-            if fewer != usual:
-                yield fewer
+            tall = gemm_tile(FORMATS[name], tokens, many_rows=True)
+            if tall != usual:
+                yield tall
 
 
 def gemm(tile: GemmTile, *, overlapped: bool = False) -> Kernel:
-    """The kernel of a tile; `launch_defines` says what `overlapped` means."""
+    """The kernel of a tile; `launch_defines` says what `overlapped` means.
+
+    Without, it is for GPUs of whose blocks shared memory may hold fewer than on newer ones.
+    """
+    min_blocks = tile.min_blocks
+    if not overlapped:
+        min_blocks = max(1, min(min_blocks, SHARED_OF_8_0 // (tile.shared_bytes + 1024)))
     return Kernel(
         entry=f"gemm_{tile.fmt.name.lower()}",
         source="gemm.ptx",
-        defines=gemm_defines(tile) | launch_defines(tile.threads, tile.min_blocks, overlapped),
+        defines=gemm_defines(tile) | launch_defines(tile.threads, min_blocks, overlapped),
         params=PARAMS,
         block=tile.threads,
         reference=dot_rows,

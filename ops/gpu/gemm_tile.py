@@ -20,7 +20,10 @@ SUB_ELEMS = {
 """Weights under one integer sub-scale, where that is not 32."""
 
 
-DIRECT_FORMATS = ("Q4_K", "Q5_K", "Q6_K")
+DIRECT_FORMATS = (
+    *("Q4_K", "Q5_K", "Q6_K"),
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"),
+)
 """Formats that a warp unpacks in its registers, as the tensor cores want them."""
 
 

@@ -53,8 +53,9 @@ def heads_grid(n_head: int, n_head_kv: int, n_tokens: int) -> tuple[int, int]:
 
 
 def heads_shared_bytes(dim_k: int, dim_v: int) -> int:
-    """A head f32 a warp."""
-    return HEADS_PER_BLOCK * 4 * (-(-max(dim_k, dim_v) // SCALE_DIMS) * SCALE_DIMS)
+    """A head f32 and its weights a warp, a cosine and a sine for each pair of dimensions."""
+    padded = -(-max(dim_k, dim_v) // SCALE_DIMS) * SCALE_DIMS
+    return HEADS_PER_BLOCK * 2 * 4 * padded + 4 * dim_k
 
 
 def turns_of(frequencies: NDArray[np.float64]) -> NDArray[np.uint64]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ptx
-from ops.arithmetic import n_partials
+from ops.arithmetic import FLOAT_PARTIALS, n_partials
 from ops.quants import BlockFormat
 from ops.quants.block import ACTIVATION_GROUP, U8
 from ops.quants.codebooks import GRIDS, grid
@@ -206,12 +206,13 @@ def stage_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
 
 def float_defines(fmt: BlockFormat) -> dict[str, str | int]:
     """The macros that make a product with weights that are numbers one of this format."""
-    bits = 8 * fmt.block_bytes
+    size = fmt.block_bytes
     return {
-        "ELEM_BYTES": fmt.block_bytes,
-        "LOAD_16": f'"inc/load_16_steps_{bits}.inc.ptx"',
-        "MULTIPLY_16": f'"inc/multiply_16_steps_{bits}.inc.ptx"',
-        "WIDEN": f'"inc/widen_{fmt.name.lower()}.inc.ptx"',
+        "ELEM_BYTES": size,
+        "PIECE": 4 * size,
+        "ROW_STEP": FLOAT_PARTIALS * size,
+        "TEAM_STEP": 2 * FLOAT_PARTIALS * size,
+        "STEP_4": f'"inc/step_4_{fmt.name.lower()}.inc.ptx"',
     }
 
 

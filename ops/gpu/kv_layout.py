@@ -17,7 +17,9 @@ from typing import Literal
 PAGE_TOKENS = 32
 SCALE_DIMS = 32
 VALUE_DIMS = 16
-"""Value dimensions of a warp: heads have a multiple of it."""
+"""Value dimensions of a warp: values have a multiple of it."""
+KEY_DIMS = 8
+"""Keys, which are padded, have a multiple of these."""
 
 F32_CACHE, F16_CACHE, Q8_CACHE = 0, 1, 2
 CACHE_CODES = {"f32": F32_CACHE, "f16": F16_CACHE, "q8_0": Q8_CACHE}
@@ -28,7 +30,8 @@ ELEMENT_BYTES = {F32_CACHE: 4, F16_CACHE: 2, Q8_CACHE: 1}
 class GPUPageLayout:
     """One side of the cache: `cache_type` f16, f32 or q8_0, `dim` per head.
 
-    Raises: ValueError when the head is no multiple of 16 dimensions, or of 32 for q8_0.
+    Raises: ValueError when a key is no multiple of 8 dimensions, a value of 16, either of 32 for
+    q8_0.
     """
 
     side: Literal["keys", "values"]
@@ -36,9 +39,10 @@ class GPUPageLayout:
     dim: int
 
     def __post_init__(self) -> None:
-        if self.dim % VALUE_DIMS:
+        step = KEY_DIMS if self.side == "keys" else VALUE_DIMS
+        if self.dim % step:
             raise ValueError(
-                f"GPU attention needs heads of a multiple of {VALUE_DIMS} dimensions, "
+                f"GPU attention needs {self.side} of a multiple of {step} dimensions, "
                 f"this model has {self.dim}"
             )
         if self.cache_type == "q8_0" and self.dim % SCALE_DIMS:

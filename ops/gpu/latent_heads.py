@@ -1,7 +1,8 @@
 """The GPU kernel between the products of a latent attention and its keys: norm, rope, KV store.
 
 Latent attention is `ops.gpu.attention` with one kv head: keys of dim_latent + dim_rope values,
-values of dim_latent, the normed latent, which pages keep twice, once in each order.
+values of dim_latent, the normed latent: the first part of a key, which pages of other types than
+f16 keep once more, transposed.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from ops.gpu.row_launch import (
     BLOCK_FORMATS,
     FLOAT_FORMATS,
     GPU_FORMATS,
+    ONE_ROUND,
     TEAMS,
     RowLaunch,
     best_launch,
@@ -128,13 +129,15 @@ def variants() -> Iterator[tuple[str, Kernel]]:
     """Every format and team, overlapped."""
     for launch, fmt in launches():
         kernel = linear(fmt, launch)
-        yield f"{kernel.entry} (team {launch.team})", kernel
+        rounds = ", one round" if launch.rounds == 1 and not is_float(fmt) else ""
+        yield f"{kernel.entry} (team {launch.team}{rounds})", kernel
 
 
 def launches() -> Iterator[tuple[RowLaunch, BlockFormat]]:
     """Those of the kernels that ship."""
     for name in BLOCK_FORMATS:
         for team in TEAMS:
-            yield RowLaunch(team, overlapped=True), FORMATS[name]
+            for rounds in (1, 2) if name in ONE_ROUND else (2,):
+                yield RowLaunch(team, rounds=rounds, overlapped=True), FORMATS[name]
     for name in FLOAT_FORMATS:
         yield best_launch(FORMATS[name], 0, overlapped=True), FORMATS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ops.arithmetic import quantize_rows
-from ops.gpu.kernel import Kernel, activation_defines
+from ops.gpu.kernel import Kernel, activation_defines, launch_defines
 from ops.quants.block import ActivationKind
 
 PARAMS = (
@@ -22,12 +22,12 @@ BLOCK_VALUES = 8 * BLOCK
 """Values of a row that a block takes."""
 
 
-def quantize(kind: ActivationKind) -> Kernel:
+def quantize(kind: ActivationKind, *, overlapped: bool = False) -> Kernel:
     """f32[n_tokens, n] -> activation records of this kind; grid (ceil(n / 1024), n_tokens)."""
     return Kernel(
         entry=f"quantize_{kind}",
         source="quantize_q8.ptx",
-        defines=activation_defines(kind),
+        defines=activation_defines(kind) | launch_defines(BLOCK, 8, overlapped),
         params=PARAMS,
         block=BLOCK,
         reference=quantize_rows,
@@ -35,7 +35,8 @@ def quantize(kind: ActivationKind) -> Kernel:
 
 
 def variants() -> Iterator[tuple[str, Kernel]]:
-    """Both kinds."""
+    """Both kinds, alone and overlapped."""
     for kind in KINDS:
-        kernel = quantize(kind)
-        yield kernel.entry, kernel
+        for overlapped in (False, True):
+            kernel = quantize(kind, overlapped=overlapped)
+            yield f"{kernel.entry}{' (overlapped)' if overlapped else ''}", kernel

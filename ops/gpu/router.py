@@ -2,7 +2,7 @@
 
 What `ops.cpu.router` does, with its bits.
 
-`route`: a warp a token, grid (tokens,).
+`route`: a block a token, grid (tokens,).
 
 logits          f32[*, logits_stride]: the router's product, n_expert values a token
 logits_stride   values from a token's logits to the next one's
@@ -16,6 +16,8 @@ n_groups_used   with the largest sums of their two best selection scores are kep
 renormalise     0 or 1: divide the weights by their sum, at least 2^-14
 scale           multiplies the weights at the end
 table           u64[n_expert, 4]: the layer's row of the model's table; 0: experts is not written
+in_place        0 or 1: some experts without a first address are read where the host has them, see
+                `in_place_word`
 shared_logits   f32[*, shared_stride]: the shared expert's gate, the first value of each row; 0:
 shared_stride   there is none
 choices         i32[tokens, n_used], written: best first, equals by the lower expert
@@ -54,6 +56,10 @@ SOFTMAX, SIGMOID, SOFTMAX_SELECTED = 0, 1, 2
 MAX_EXPERTS, MAX_USED, MAX_GROUPS = 1024, 32, 32
 RENORMALISE_FLOOR = np.float32(2.0**-14)
 
+ROW_BYTES = 32
+"""Of a row of the table."""
+
+ROUTE_BLOCK = 128
 GROUP_BLOCK = 512
 
 ROUTE_PARAMS = (
@@ -69,6 +75,7 @@ ROUTE_PARAMS = (
     ("renormalise", "u32"),
     ("scale", "f32"),
     ("table", "u64"),
+    ("in_place", "u32"),
     ("shared_logits", "u64"),
     ("shared_stride", "u32"),
     ("choices", "u64"),
@@ -105,9 +112,9 @@ def route(*, overlapped: bool = False) -> Kernel:
     return Kernel(
         entry="route",
         source="route.ptx",
-        defines=launch_defines(WARP, 1, overlapped),
+        defines=launch_defines(ROUTE_BLOCK, 1, overlapped),
         params=ROUTE_PARAMS,
-        block=WARP,
+        block=ROUTE_BLOCK,
         reference=route_reference,
     )
 
@@ -122,6 +129,25 @@ def group(*, overlapped: bool = False) -> Kernel:
         block=GROUP_BLOCK,
         reference=group_reference,
     )
+
+
+def in_place_word(row: int, every: int) -> int:
+    """The fourth word of an expert's row in the table, if `route` may have it read in place.
+
+    Of a token's experts that have such a word and no first address, in its order, each `every`th
+    gets the addresses in the 32 bytes at `row`.
+
+    Raises: ValueError.
+    """
+    if row % ROW_BYTES or not 1 < every < ROW_BYTES:
+        raise ValueError(f"no experts are read in place from {row:#x}, one of {every}")
+    return row | every
+
+
+def in_place(missed: NDArray[np.bool_], every: int) -> NDArray[np.bool_]:
+    """Which of bool[..., n_used] experts with such a word and no address are read in place."""
+    chosen: NDArray[np.bool_] = missed & (np.cumsum(missed, -1) % every == 0)
+    return chosen
 
 
 def group_shared_bytes(n_expert: int) -> int:
@@ -183,7 +209,18 @@ def _route_row(logits: F32, routing: Routing, bias: F32 | None) -> tuple[I32, F3
 
 def _softmax(x: F32) -> F32:
     powers = exp(x - x.max())
-    return powers / _sum_in_order(powers)
+    return powers / _sum_of_lanes(powers)
+
+
+def _sum_of_lanes(x: F32) -> np.float32:
+    """Values 32 apart one after the other, then the halving tree over 32 sums."""
+    sums = np.zeros((-(-len(x) // WARP), WARP), np.float32)
+    sums.reshape(-1)[: len(x)] = x
+    total = np.add.accumulate(sums, dtype=np.float32)[-1]
+    while len(total) > 1:
+        half = len(total) // 2
+        total = total[:half] + total[half:]
+    return np.float32(total[0])
 
 
 def _sum_in_order(x: F32) -> np.float32:

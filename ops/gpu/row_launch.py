@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ops.arithmetic import activation_layout
+from ops.arithmetic import FLOAT_PARTIALS, activation_layout
 from ops.gpu.kernel import (
     CHUNK_ELEMS,
+    DIRECT,
     WARP,
     direct_defines,
     float_defines,
@@ -33,8 +34,19 @@ TEAMS = (32, 16, 8)
 """Lanes that may share two rows of blocks; of float rows a warp does."""
 
 
-FLOAT_BLOCK = 64
+FLOAT_BLOCKS = {"F32": 32, "F16": 64, "BF16": 64}
 """Threads of a block that multiplies float rows."""
+
+FLOAT_BUFFERS = 4
+"""Chunks of float rows, at most, that are under way at once."""
+
+
+MANY_ROWS = 8192
+"""From so many rows on a launch fills a large GPU with two rounds of pairs."""
+
+
+ONE_ROUND = frozenset(("Q4_K", "Q5_K", "Q6_K", "Q8_0"))
+"""Formats of most dense matrices: with fewer rows a pair a team, on more multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,8 @@ class RowLaunch:
     overlapped  starts while its predecessor runs; see `launch_defines`
     direct      weights go to registers, not through shared memory: of formats in `DIRECT` only
 
-    The defaults were the best single choice on an H200; the best one differs by up to 15 % between
-    formats and shapes.
+    `best_launch`, `gate_up_launch` and `down_launch` give what was best on an H200 among the other
+    kernels of a layer; alone, a kernel's best launch is another one.
     """
 
     team: int
@@ -65,14 +77,13 @@ class RowLaunch:
         return self.block // self.team
 
     def defines(self, fmt: BlockFormat) -> dict[str, str | int]:
-        if is_float(fmt):
-            of_format = float_defines(fmt)
-        elif self.direct:
-            of_format = direct_defines(fmt, self.team)
-        else:
-            of_format = format_defines(fmt, self.team)
         how = launch_defines(self.block, self.min_blocks, self.overlapped)
-        return of_format | how | {"ROUNDS": self.rounds}
+        how["ROUNDS"] = self.rounds
+        if is_float(fmt):
+            return float_defines(fmt) | how
+        how["NEXT_PAIR"] = f'"inc/next_pair{"" if self.rounds > 1 else "_none"}.inc.ptx"'
+        of_format = direct_defines if self.direct else format_defines
+        return of_format(fmt, self.team) | how
 
     def blocks(self, n_rows: int) -> int:
         """Blocks for the pairs of a matrix's rows."""
@@ -85,7 +96,9 @@ class RowLaunch:
     def shared_bytes(self, fmt: BlockFormat, n: int) -> int:
         """Dynamic shared memory for rows of n values."""
         if is_float(fmt):
-            return 0
+            n_buffers = min(-(-n // CHUNK_ELEMS), FLOAT_BUFFERS)
+            width = min(-(-n // FLOAT_PARTIALS) * FLOAT_PARTIALS, CHUNK_ELEMS)
+            return n_buffers * width * (4 + 2 * self.pairs * fmt.block_bytes)
         chunk = 0 if self.direct else min(fmt.row_bytes(n), fmt.row_bytes(CHUNK_ELEMS))
         piece = -(-chunk // 16) * 16 + 16
         record_bytes = activation_layout(fmt.activation, n)[2]
@@ -93,14 +106,32 @@ class RowLaunch:
         return record_bytes + table_copies_bytes(fmt) + self.pairs * team_bytes
 
 
-def best_launch(fmt: BlockFormat, n: int, *, overlapped: bool = False) -> RowLaunch:
-    """How products of rows of n values are launched where nothing was measured.
+def best_launch(
+    fmt: BlockFormat, n: int, *, n_rows: int = MANY_ROWS, overlapped: bool = False
+) -> RowLaunch:
+    """How `linear` multiplies n_rows rows of n values, all matrices of the launch together.
 
-    Matrices of numbers are mostly small, routers for one: their rows go to many multiprocessors.
+    Few rows go to as many multiprocessors as there are; matrices of numbers are mostly routers.
     """
     if is_float(fmt):
-        return RowLaunch(WARP, FLOAT_BLOCK, min_blocks=8, rounds=1, overlapped=overlapped)
-    return RowLaunch(best_team(fmt, n), overlapped=overlapped)
+        return RowLaunch(
+            WARP, FLOAT_BLOCKS[fmt.name], min_blocks=8, rounds=1, overlapped=overlapped
+        )
+    rounds = 1 if n_rows < MANY_ROWS and fmt.name in ONE_ROUND else 2
+    return RowLaunch(best_team(fmt, n), rounds=rounds, overlapped=overlapped)
+
+
+def gate_up_launch(fmt: BlockFormat, team: int, *, overlapped: bool = False) -> RowLaunch:
+    """How `expert_gate_up` is launched: its weights are known late, so all warps wait for them."""
+    if fmt.name in DIRECT:
+        return RowLaunch(team, 128, 7, 3, overlapped, direct=True)
+    return RowLaunch(team, overlapped=overlapped)
+
+
+def down_launch(fmt: BlockFormat, team: int, *, overlapped: bool = False) -> RowLaunch:
+    """How `expert_down` is launched, beside the last blocks of `expert_gate_up`."""
+    direct = fmt.name in DIRECT
+    return RowLaunch(team, min_blocks=2, overlapped=overlapped, direct=direct)
 
 
 def is_float(fmt: BlockFormat) -> bool:

@@ -18,6 +18,7 @@ scratch     `scratch_bytes(n_vocab)` bytes an output, 16-byte aligned
 counters    u32[outputs], 0 before and after
 ids         i32[outputs, 256], written: k of each row, -1 beyond the vocabulary
 values      f32[outputs, 256], written: their logits after the edits
+tokens      i32[outputs], written: the best of each row
 
 `sample` draws a token among a row's candidates, as the host's sampler does with the chain top-k,
 top-p, min-p, temperature: the same order of additions, exponentials of its own (within two ulp of
@@ -99,6 +100,7 @@ CANDIDATES_PARAMS = (
     ("counters", "u64"),
     ("ids", "u64"),
     ("values", "u64"),
+    ("tokens", "u64"),
 )
 
 SAMPLE_PARAMS = (

@@ -24,8 +24,9 @@ logits          f32[outputs, stride]; 0: none is looked at (the grid then may be
 n_vocab, stride values of a row, and from a row to the next, a multiple of 4
 host_logits     f32[outputs, stride] in mapped memory; 0: the logits are only looked at
 flags           u32[outputs] in mapped memory: epoch is stored where a logit is not finite
-copies          u64[n_copies, 4] in device memory: {from, to, n_bytes, not read}, each 16-byte
-n_copies        aligned and a multiple of 16 bytes: whatever else the host wants, such as choices
+copies          u64[n_copies, 4] in device memory: {from, to, n_bytes, stride}, each 16-byte
+n_copies        aligned and a multiple of 16 bytes: whatever else the host wants, such as choices;
+                it gets to + (epoch mod `RING`) * stride
 counter         address of a u32 in device memory, 0 between launches
 done            address of a u32 in mapped memory: gets the epoch of this step, by a release of the
                 whole system after everything else
@@ -102,7 +103,7 @@ def report(*, overlapped: bool = False) -> Kernel:
     return Kernel(
         entry="report",
         source="report.ptx",
-        defines=launch_defines(REPORT_BLOCK, 1, overlapped),
+        defines={"RING_MASK": RING - 1, **launch_defines(REPORT_BLOCK, 1, overlapped)},
         params=REPORT_PARAMS,
         block=REPORT_BLOCK,
         reference=report_reference,

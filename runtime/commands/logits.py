@@ -87,7 +87,7 @@ async def compute(
             check_tokens(tokens, sequence.n_vocab)
             logits = np.empty((len(tokens), sequence.n_vocab), dtype=np.float32)
             bar.start("logits", total=len(tokens), unit="tok")
-            for chunk in chunks(n_together, settings.batch_size):
+            for chunk in chunks(n_together, engine.executor.limits.max_step_tokens):
                 part = tokens[chunk.start : chunk.stop]
                 for indices, rows in await sequence.prefill(part, range(len(part))):
                     start = chunk.start + indices.start

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from runtime.config import CACHE_TYPES, DEVICES, EngineConfig
+from runtime.config import CACHE_TYPES, DEVICES, SPLIT_MODES, EngineConfig, shares_in
 
 if TYPE_CHECKING:
     from runtime.engine.params import SamplingParams
@@ -112,15 +112,27 @@ def settle_model(settings: argparse.Namespace) -> None:
 def add_machine_options(group: argparse._ActionsContainer) -> None:
     group.add_argument("-t", "--threads", type=whole_number(1), metavar="N", help="CPU workers")
     group.add_argument(
-        "-b", "--batch-size", type=whole_number(1), default=512, metavar="N",
-        help="prompt tokens computed together (default 512)",
+        "-b", "--batch-size", type=whole_number(1), metavar="N",
+        help="prompt tokens computed together (default 2048 on a GPU, 512 on the CPU)",
     )  # fmt: skip
     group.add_argument(
         "--device", choices=DEVICES, default="auto", help="where to compute (default auto)"
     )
     group.add_argument(
         "--vram-limit", type=float, metavar="GiB",
-        help="use no more of the GPU's memory than this, as if the card were smaller",
+        help="use no more of each GPU's memory than this, as if the card were smaller",
+    )  # fmt: skip
+    group.add_argument(
+        "-sm", "--split-mode", choices=SPLIT_MODES, default="layer",
+        help="layer: over all GPUs (default); none: the whole model on --main-gpu",
+    )  # fmt: skip
+    group.add_argument(
+        "-mg", "--main-gpu", type=whole_number(0), default=0, metavar="N",
+        help="the GPU of --split-mode none (default 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "-ts", "--tensor-split", metavar="N0,N1,...",
+        help="the GPUs' shares of the model, such as 3,1; default: by their free memory",
     )  # fmt: skip
     group.add_argument(
         "--moe-expert-cache", type=whole_number(-1), default=-1, metavar="N",
@@ -199,6 +211,9 @@ def engine_config(settings: argparse.Namespace, **fixed: Any) -> EngineConfig:
         n_batch=settings.batch_size,
         device=settings.device,
         vram_limit=settings.vram_limit,
+        split_mode=settings.split_mode,
+        main_gpu=settings.main_gpu,
+        tensor_split=None if settings.tensor_split is None else shares_in(settings.tensor_split),
         moe_expert_cache=settings.moe_expert_cache,
         name_bus_errors=True,
         **fixed,

@@ -1,4 +1,4 @@
-"""Record which experts a text uses: OUT is a routing trace, which `python -m bench routing` replays.
+"""Record which experts a text uses: OUT is a trace for `python -m bench routing`.
 
 The text is read as prompts of the context's size, or, from the K-th token of each on, as if it were
 generated, token by token. Several texts become several sequences.

@@ -8,11 +8,14 @@ from typing import Any, Self
 
 from runtime.cuda.driver import Driver, device_name
 from runtime.cuda.resource import Resource
-from runtime.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
+from runtime.errors import CudaError, DeviceError, DeviceUnavailable, OutOfDeviceMemory
 
 logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
+
+NO_PEERS = ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "CUDA_ERROR_TOO_MANY_PEERS")
+"""Codes that say that two GPUs stay apart although they need not."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,22 @@ class Device:
             return self.driver.call(name, *args)
         except OutOfDeviceMemory:
             raise OutOfDeviceMemory(name, asked, self._free_bytes_or_none()) from None
+
+    def reach(self, other: Device) -> bool:
+        """Let kernels here touch the other GPU's memory; False where that is impossible.
+
+        Raises: CudaError.
+        """
+        if not self.driver.call("cuDeviceCanAccessPeer", self._device, other._device):
+            return False
+        try:
+            self.call("cuCtxEnablePeerAccess", other._context, 0)
+        except CudaError as error:
+            if error.code in NO_PEERS:
+                return False
+            if error.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
+        return True
 
     def free_bytes(self) -> int:
         """Memory that no process holds at this moment. Raises: CudaError."""

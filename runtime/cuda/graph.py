@@ -13,6 +13,9 @@ from runtime.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
+USE_NODE_PRIORITY = 8
+"""CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY."""
+
 
 class Packed(Protocol):
     """Arguments where the driver reads them: `address` is of an array of pointers to values.
@@ -79,16 +82,29 @@ class Graph(Resource):
     function before a kernel that waits for the host is in flight; loading may wait for the GPU.
     """
 
-    def __init__(self, stream: Stream, work: Callable[[], None], label: str = "graph") -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        work: Callable[[], None],
+        label: str = "graph",
+        *,
+        node_priorities: bool = False,
+    ) -> None:
         """Capture what `work` puts into `stream` (and into streams that wait for it and that it
         waits for again), without running it. Nothing may be in `stream` that `work` waits for.
+
+        node_priorities  a node keeps the priority of the stream that it was captured from, which
+                         costs 0.8 us a fork on an H200; else all have that of the stream the graph
+                         is launched into
 
         Raises: whatever `work` raises; CudaError, OutOfDeviceMemory. The stream is usable after.
         """
         device = stream.device
+        flags = USE_NODE_PRIORITY if node_priorities else 0
         captured = _capture(stream, work)
         try:
-            super().__init__(device, device.call("cuGraphInstantiate", captured, 0), label)
+            handle = device.call("cuGraphInstantiate", captured, flags)
+            super().__init__(device, handle, label)
         finally:
             device.call("cuGraphDestroy", captured)
 

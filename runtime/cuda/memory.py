@@ -91,6 +91,12 @@ class RegisteredMemory(Resource):
         """Its address for kernels. Raises: EngineBug once it is closed."""
         return self._address if not self.closed else int(self.handle)
 
+    def address_on(self, device: Device) -> int:
+        """Its address for kernels of another GPU.  Raises: CudaError, EngineBug."""
+        if device is self.device:
+            return self.address
+        return int(device.call("cuMemHostGetDevicePointer", self.host, 0))
+
     def _release(self, handle: Any) -> None:
         self._array = None
         self.device.call("cuMemHostUnregister", handle)

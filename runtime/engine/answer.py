@@ -84,6 +84,11 @@ class Answer:
             return -1
         return max(self.params.max_tokens - self.sequence.n_generated, 0)
 
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next token is its last, whatever it is."""
+        return self.n_remain == 1 or len(self.sequence.tokens) + 1 >= self._n_ctx
+
     def begin(self) -> None:
         """Its first step is about to run: the prompt's time starts here, not in the queue."""
         self.has_begun = True

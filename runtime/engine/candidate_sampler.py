@@ -8,7 +8,7 @@ temperature follow.  The token is the one that `choose` takes from the whole row
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 
 from ops.gpu.sampling import CHAIN, EDIT, MAX_K, PENALTIES
 from runtime.engine import sampling_chain as chain
+from runtime.engine.params import SamplingParams
 from runtime.engine.philox import uniform
 from runtime.engine.sampler import Choice, Sampler, draw_index
 from runtime.engine.sampling_chain import Candidates
+from runtime.engine.sampling_vocabulary import SamplingVocabulary
+from runtime.engine.step import Chosen, DeviceWork
 from runtime.errors import ComputeError, RequestError
 
 EDITS = "ed"
@@ -28,40 +31,47 @@ CUTS = "pmt"
 """Samplers that the device does after top-k, in its order."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """What a device has to do for one output: see `ops.gpu.sampling`.
+class CandidateSampler(Sampler):
+    """A `Sampler` that also works with a device.
 
-    k          candidates
-    edits      `EDIT`[n]
-    penalties  `PENALTIES`, one
-    chain      `CHAIN`, one; None: the device leaves the draw to `choose_among`
+    runs_ahead  the device alone chooses, and its work does not depend on the tokens before: that
+                for a later position is known before the tokens up to it are
     """
 
-    k: int
-    edits: NDArray[Any]
-    penalties: NDArray[Any]
-    chain: NDArray[Any] | None
-
-
-class CandidateSampler(Sampler):
-    """A `Sampler` that also works with a device."""
+    def __init__(
+        self, params: SamplingParams, vocabulary: SamplingVocabulary, prompt: Sequence[int] = ()
+    ) -> None:
+        """Raises: RequestError where params need a tokenizer that the model lacks."""
+        super().__init__(params, vocabulary, prompt)
+        self._edited = ""  # letters of the samplers whose edits change from token to token
+        self._work = self._plain_work()
+        draws = self._work is not None and self._work.chain is not None
+        self.runs_ahead = draws and not self._edited
 
     def device_work(self, position: int) -> DeviceWork | None:
         """What a device can do for the token of `position`; None: it takes the whole row."""
-        rows, params = self._chain, self.params
-        letters = "".join(row.letter for row in rows)
-        edits, top_k, rest = letters.partition("k")
-        is_open = params.mirostat or self._adaptive or params.wants_logprobs
-        if is_open or not _in_order(edits, EDITS):
-            return None
-        if self._greedy and not top_k:
-            return DeviceWork(1, self._edits(edits), self._penalties(), self._draw(position))
-        if not top_k or params.top_k > MAX_K:
-            return None
-        is_whole = _in_order(rest, CUTS) and params.dynatemp_range <= 0 and not self._greedy
-        drawn = self._draw(position, rest) if is_whole else None
-        return DeviceWork(params.top_k, self._edits(edits), self._penalties(), drawn)
+        work = self._work
+        if work is None or (work.k == 1 and not self._edited):
+            return work
+        drawn = work.chain
+        if drawn is not None:
+            drawn = drawn.copy()
+            drawn["position"] = position
+        edits = self._edits(self._edited) if self._edited else work.edits
+        return DeviceWork(work.k, edits, work.penalties, drawn)
+
+    def choice_of(self, work: DeviceWork, chosen: Chosen, row: int, position: int) -> Choice:
+        """The token for `position` from what a device made of `work`, the step's output `row`.
+
+        Raises: as `choose`.
+        """
+        if chosen.ids is None or chosen.values is None:
+            return Choice(chosen.tokens[row])
+        n = min(work.k, self._n_vocab)
+        if work.chain is None:
+            return self.choose_among(chosen.ids[row, :n], chosen.values[row, :n], position)
+        self.check_best(float(chosen.values[row, 0]), position)
+        return Choice(chosen.tokens[row])
 
     def choose_among(
         self, ids: NDArray[np.int32], logits: NDArray[np.float32], position: int
@@ -96,6 +106,25 @@ class CandidateSampler(Sampler):
             raise RequestError("logit_bias", "together with ignore_eos it forbids every token")
         raise ComputeError(f"the logits of position {position} are not finite")
 
+    def _plain_work(self) -> DeviceWork | None:
+        """The work without what changes from token to token; sets `_edited`."""
+        rows, params = self._chain, self.params
+        letters = "".join(row.letter for row in rows)
+        edits, top_k, rest = letters.partition("k")
+        is_open = params.mirostat or self._adaptive or params.wants_logprobs
+        if is_open or not _in_order(edits, EDITS):
+            return None
+        if self._greedy and not top_k:
+            k, rest, is_whole = 1, "", True
+        elif not top_k or params.top_k > MAX_K:
+            return None
+        else:
+            is_whole = _in_order(rest, CUTS) and params.dynatemp_range <= 0 and not self._greedy
+            k = params.top_k
+        self._edited = edits
+        drawn = self._draw(rest) if is_whole else None
+        return DeviceWork(k, self._edits(""), self._penalties(), drawn)
+
     def _edits(self, letters: str) -> NDArray[Any]:
         """One entry for each token that a bias, a penalty or DRY changes."""
         counts = self._window.counts if "e" in letters else {}
@@ -117,12 +146,12 @@ class CandidateSampler(Sampler):
         made["frequency"], made["presence"] = params.frequency_penalty, params.presence_penalty
         return made
 
-    def _draw(self, position: int, letters: str = "") -> NDArray[Any]:
+    def _draw(self, letters: str) -> NDArray[Any]:
         made, params = np.zeros(1, CHAIN), self.params
         made["top_p"] = params.top_p if "p" in letters else 1.0
         made["log_min_p"] = math.log(params.min_p) if "m" in letters else -math.inf
         made["temperature"] = params.temperature if "t" in letters else 1.0
-        made["min_keep"], made["position"], made["seed"] = params.min_keep, position, self.seed
+        made["min_keep"], made["seed"] = params.min_keep, self.seed
         return made
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.config import EngineConfig
 from runtime.engine.answer import Answer
-from runtime.engine.executor import Executor
+from runtime.engine.candidate_sampler import CandidateSampler
+from runtime.engine.executor import Executor, SamplingExecutor
 from runtime.engine.kv_cache import KVCache
 from runtime.engine.opening import open_off_loop
 from runtime.engine.params import SamplingParams, defaults_from_metadata
@@ -120,7 +121,7 @@ class Engine:
         scheduler = Scheduler(
             limits,
             self._kv,
-            n_batch=config.n_batch,
+            n_batch=config.n_batch or limits.max_step_tokens,
             n_ctx_sequence=self.shape.n_ctx_sequence,
             states=states_of(limits, keep=config.prefix_cache),
         )
@@ -212,8 +213,10 @@ class Engine:
     async def _samplers(self, params: SamplingParams, ids: list[int], n: int) -> list[Sampler]:
         seeds = [params.seed + i if params.seed >= 0 else params.seed for i in range(n)]
 
+        kind = CandidateSampler if isinstance(self.executor, SamplingExecutor) else Sampler
+
         def make() -> list[Sampler]:
-            return [Sampler(replace(params, seed=seed), self._vocabulary, ids) for seed in seeds]
+            return [kind(replace(params, seed=seed), self._vocabulary, ids) for seed in seeds]
 
         # DRY looks through the whole vocabulary for its breakers, and every text bias is tokenized.
         quick = len(ids) * n < INLINE_TOKENS and not params.dry_multiplier
@@ -299,7 +302,7 @@ class Engine:
             "n_ctx": self.shape.n_ctx,
             "n_ctx_sequence": self.shape.n_ctx_sequence,
             "n_parallel": self.shape.n_parallel,
-            "n_batch": self.config.n_batch,
+            "n_batch": self.config.n_batch or self.executor.limits.max_step_tokens,
             "prefix_cache": self.config.prefix_cache,
             "device_reason": self._reason,
             **self.executor.describe(),

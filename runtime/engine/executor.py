@@ -59,6 +59,38 @@ class Executor(Protocol):
         ...
 
 
+class StepInFlight(Protocol):
+    """A step that has begun."""
+
+    async def result(self) -> StepResult:
+        """Its result, once; a cancelled caller leaves it running.  Raises: as `Executor.run`."""
+        ...
+
+
+@runtime_checkable
+class SamplingExecutor(Executor, Protocol):
+    """An executor that can choose tokens itself, and then go on without waiting for the host.
+
+    Steps take effect in the order in which they begin: one never sees what a later one writes.
+    """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step that `follows` may begin while the one before it is in flight."""
+        ...
+
+    def samples(self, step: Step) -> bool:
+        """Whether it performs `step`, which has `sampling`."""
+        ...
+
+    async def begin(self, step: Step) -> StepInFlight:
+        """Begin `step`: one that `follows` behind the one in flight, any other one alone.
+
+        Raises: as `run`; EngineBug where it follows a step that chose no tokens.
+        """
+        ...
+
+
 @runtime_checkable
 class StatefulExecutor(Executor, Protocol):
     """An executor whose models may have recurrent layers: it holds a state of each sequence too."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from runtime.engine.step import I32
 from runtime.errors import EngineBug
 
 ROOT = b""  # the chain before the first page
@@ -33,6 +34,14 @@ class PageTable:
     chain: list[bytes] = field(default_factory=list)
     n_cached: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
+    _row: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def row(self) -> I32:
+        """The pages as i32[n]; made anew only when there are more: pages are never exchanged."""
+        if len(self._row) != len(self.pages):
+            self._row = np.array(self.pages, np.int32)
+        return self._row
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CPU_BATCH, GPU_BATCH = 512, 2048
+"""Tokens of a prompt chunk where none are asked for: a GPU reads every weight once a chunk, and all
+experts that it does not hold cross the link once a chunk."""
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -69,7 +73,7 @@ def _open_cpu(
         model,
         n_ctx=shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS,
         max_sequences=shape.n_parallel,
-        max_step_tokens=max(config.n_batch, shape.n_parallel),
+        max_step_tokens=max(config.n_batch or CPU_BATCH, shape.n_parallel),
         n_threads=config.n_threads,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
@@ -85,17 +89,22 @@ def _open_cuda(
 
     driver = open_driver()  # before anything is imported for a GPU that is not there
     from ops.gpu.kv_layout import PAGE_TOKENS
-    from runtime.engine.gpu.opening import GPUSettings, open_gpu_executor
+    from runtime.engine.gpu.opening import open_gpu_executor
+    from runtime.engine.gpu.settings import GPUSettings
 
     settings = GPUSettings(
         n_ctx=shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS,
         max_sequences=shape.n_parallel,
-        max_step_tokens=max(config.n_batch, shape.n_parallel),
+        max_step_tokens=max(config.n_batch or GPU_BATCH, shape.n_parallel),
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         vram_limit=None if config.vram_limit is None else int(config.vram_limit * 2**30),
         moe_expert_cache=config.moe_expert_cache,
         n_threads=config.n_threads,
+        n_snapshots=None if config.n_snapshots is None else config.n_snapshots * shape.n_parallel,
+        split=config.split_mode == "layer",
+        main_gpu=config.main_gpu,
+        tensor_split=config.tensor_split,
     )
     return open_gpu_executor(model, settings, progress, driver=driver)
 
@@ -182,7 +191,7 @@ def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
             n_vocab=facts.n_vocab,
             n_pages=shape.n_pages(PAGE_TOKENS),
             page_tokens=PAGE_TOKENS,
-            max_step_tokens=max(config.n_batch, shape.n_parallel),
+            max_step_tokens=max(config.n_batch or CPU_BATCH, shape.n_parallel),
             max_sequences=shape.n_parallel,
             n_state_slots=shape.n_parallel + N_SNAPSHOTS if has_states else 0,
             n_previous=n_previous,

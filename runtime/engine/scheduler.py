@@ -8,62 +8,30 @@ running answers by one chunk at a time.  When KV pages run out, the latest seque
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Callable
+from dataclasses import replace
 
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.kv_cache import KVCache, PageTable
+from runtime.engine.plan import (
+    Load,
+    Part,
+    Plan,
+    Save,
+    decode_step,
+    previous_tokens,
+    step_of,
+    with_states,
+)
 from runtime.engine.sequence import Sequence, State
 from runtime.engine.state_cache import Snapshot, StateCache
-from runtime.engine.step import I32, Step, StepKind
+from runtime.engine.step import DeviceWork, Step, StepKind
 from runtime.errors import EngineBug
 
 # A prompt chunk beside running answers should not delay them longer than this; the chunk never
 # shrinks below the smallest batch that still shares the unpacked weights well.
 STALL_SECONDS = 0.5
 MIN_CHUNK = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A sequence's share of a step: tokens [start, start + n_tokens) of it."""
-
-    sequence: Sequence
-    start: int
-    n_tokens: int
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether the last of the tokens is followed by a new one."""
-        return self.start + self.n_tokens == len(self.sequence.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Copy `pages` of a preempted sequence to host memory (`sequence.images`), one image each."""
-
-    sequence: Sequence
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Fill `pages` of a returning sequence from `sequence.images` at `indices`."""
-
-    sequence: Sequence
-    indices: tuple[int, ...]
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to do next, in this order: all saves, all loads, the step (None: there is none)."""
-
-    saves: tuple[Save, ...]
-    loads: tuple[Load, ...]
-    parts: tuple[Part, ...]
-    step: Step | None
 
 
 class Scheduler:
@@ -94,11 +62,13 @@ class Scheduler:
         self._n_previous = limits.n_previous
         self._n_batch = min(n_batch, limits.max_step_tokens)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
+        self._is_full = False  # nothing has changed since those that wait found no room
         self._last_kind = StepKind.DECODE
         self._prompt_rate = 0.0  # tokens per second of the last prompt step
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self._is_full = False
         insort(self.waiting, sequence, key=_arrival)
 
     def next_step(self) -> Plan:
@@ -108,12 +78,51 @@ class Scheduler:
         kind, parts = self._choose()
         self._last_kind = kind
         copies = tuple([copy for s in self.running for copy in s.pages.copies])
-        step = _step(kind, parts, copies) if parts else None
+        step = step_of(kind, parts, copies) if parts else None
         if step is not None and self.states is not None:
-            step = _with_states(step, parts, self.running)
+            step = with_states(step, parts, self.running)
         if step is not None and self._n_previous:
-            step = replace(step, previous_tokens=_previous_tokens(parts, self._n_previous))
+            step = replace(step, previous_tokens=previous_tokens(parts, self._n_previous))
         return Plan(tuple(saves), tuple(loads), tuple(parts), step)
+
+    def following(
+        self,
+        plan: Plan,
+        ends: Callable[[Sequence], bool],
+        work_of: Callable[[Sequence, int], DeviceWork | None],
+    ) -> Plan | None:
+        """The decode step behind that of `plan`, which is in flight and chooses its own tokens.
+
+        ends: whether the token that `plan` brings is surely the sequence's last.  A sequence that
+        ends with it unforeseen has a surplus token here: `commit` passes over it, so that nothing
+        knows of its KV.  work_of: what chooses a sequence's token for a position.  None where
+        something else has to come first, or there is no such work.
+        """
+        if self.states is not None or self._n_previous or (self.waiting and not self._is_full):
+            return None
+        if plan.step is None or plan.step.kind is not StepKind.DECODE:
+            return None
+        parts: list[Part] = []
+        outputs: list[int] = []
+        works: list[DeviceWork] = []
+        n_here = 0
+        for row, part in enumerate(plan.parts):
+            sequence = part.sequence
+            if sequence.is_over:
+                continue
+            n_here += 1
+            if ends(sequence):
+                continue
+            work = work_of(sequence, part.start + 2)
+            if work is None or not self.kv.grow(sequence.pages, part.start + 2):
+                return None
+            parts.append(Part(sequence, part.start + 1, 1, True))
+            outputs.append(-1 - row)
+            works.append(work)
+        if not parts or n_here < len(self.running):
+            return None
+        step = decode_step(parts, outputs, sampling=tuple(works), follows=True)
+        return Plan((), (), tuple(parts), step)
 
     def commit(self, plan: Plan, seconds: float) -> list[tuple[int, Sequence]]:
         """The step of `plan` was done in `seconds`.
@@ -153,11 +162,12 @@ class Scheduler:
         for part in plan.parts:
             own = {page for _, page in part.sequence.pages.copies}
             kept = tuple(copy for copy in copies if copy[1] in own)
-            steps.append((part, _step(kind, [part], kept)))
+            steps.append((part, step_of(kind, [part], kept)))
         return steps
 
     def end(self, sequence: Sequence, state: State, *, poisoned: bool = False) -> None:
-        """Take a sequence out, between steps.  poisoned: its KV cannot be trusted."""
+        """Take a sequence out.  poisoned: its KV cannot be trusted."""
+        self._is_full = False
         sequence.move(state)
         sequence.images.clear()
         self._end_state(sequence, poisoned=poisoned)
@@ -183,6 +193,7 @@ class Scheduler:
         if len(self.running) == 1:
             raise EngineBug(f"{sequence!r} has the pool for itself and does not fit")
         sequence.move(State.WAITING)
+        self._is_full = False
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         n_pages = self.kv.pages_for(sequence.n_computed)
@@ -197,6 +208,7 @@ class Scheduler:
 
     def _admit(self) -> list[Load]:
         loads = []
+        self._is_full = True  # whoever still waits after this
         for sequence in list(self.waiting):
             if not self._free_slots:
                 break
@@ -300,7 +312,7 @@ class Scheduler:
         answers = [s for s in self.running if s.state is State.DECODE]
         if prompts and not (answers and self._last_kind is StepKind.PREFILL):
             return StepKind.PREFILL, self._chunk(prompts, beside=bool(answers))
-        return StepKind.DECODE, [Part(s, s.n_computed, 1) for s in answers]
+        return StepKind.DECODE, [Part(s, s.n_computed, 1, True) for s in answers]
 
     def _chunk(self, prompts: list[Sequence], *, beside: bool) -> list[Part]:
         budget = self._n_batch
@@ -313,63 +325,12 @@ class Scheduler:
             if point:
                 n_tokens = min(n_tokens, point - sequence.n_computed)
             if n_tokens:
-                parts.append(Part(sequence, sequence.n_computed, n_tokens))
+                end = sequence.n_computed + n_tokens
+                is_last = end == len(sequence.tokens)
+                parts.append(Part(sequence, sequence.n_computed, n_tokens, is_last))
             budget -= n_tokens
         return parts
 
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
-
-
-def _step(kind: StepKind, parts: list[Part], copies: tuple[tuple[int, int], ...]) -> Step:
-    """The arrays of a step."""
-    rows = np.arange(len(parts), dtype=np.int32)
-    if kind is StepKind.DECODE:  # one token each, and all logits wanted
-        return Step(
-            kind=kind,
-            token_ids=np.array([p.sequence.tokens[p.start] for p in parts], dtype=np.int32),
-            positions=np.array([p.start for p in parts], dtype=np.int32),
-            rows=rows,
-            page_tables=_page_tables(parts),
-            output_tokens=rows,
-            page_copies=copies,
-        )
-    lengths = [part.n_tokens for part in parts]
-    ends = np.cumsum(lengths)
-    positions = [at for p in parts for at in range(p.start, p.start + p.n_tokens)]
-    tokens = [t for p in parts for t in p.sequence.tokens[p.start : p.start + p.n_tokens]]
-    return Step(
-        kind=kind,
-        token_ids=np.array(tokens, dtype=np.int32),
-        positions=np.array(positions, dtype=np.int32),
-        rows=np.repeat(rows, lengths),
-        page_tables=_page_tables(parts),
-        output_tokens=np.array(
-            [end - 1 for p, end in zip(parts, ends, strict=True) if p.wants_logits], dtype=np.int32
-        ),
-        page_copies=copies,
-    )
-
-
-def _with_states(step: Step, parts: list[Part], running: list[Sequence]) -> Step:
-    """`step` with the states of its sequences, and all copies of states that are due."""
-    states = {s: s.recurrent for s in running if s.recurrent is not None}
-    slots = [states[part.sequence].slot for part in parts]
-    copies = tuple([copy for state in states.values() for copy in state.copies])
-    return replace(step, state_slots=np.array(slots, dtype=np.int32), state_copies=copies)
-
-
-def _previous_tokens(parts: list[Part], n: int) -> I32:
-    """i32[n_parts, n]: the tokens before each part, the nearest first; -1 where there is none."""
-    before = [
-        [-1] * n + part.sequence.tokens[max(part.start - n, 0) : part.start] for part in parts
-    ]
-    return np.array([tokens[: -n - 1 : -1] for tokens in before], dtype=np.int32)
-
-
-def _page_tables(parts: list[Part]) -> I32:
-    """i32[n_parts, n_pages]: one row a part, padded with -1."""
-    tables = [part.sequence.pages.pages for part in parts]
-    longest = max(map(len, tables))
-    return np.array([[*table, *[-1] * (longest - len(table))] for table in tables], dtype=np.int32)

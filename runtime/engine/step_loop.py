@@ -8,19 +8,22 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from runtime.engine.answer import Answer
-from runtime.engine.executor import Executor
+from runtime.engine.candidate_sampler import CandidateSampler
+from runtime.engine.executor import Executor, SamplingExecutor, StepInFlight
+from runtime.engine.plan import Plan
 from runtime.engine.sampler import Choice
-from runtime.engine.scheduler import Plan, Scheduler
+from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Sequence, State
 from runtime.engine.statistics import Counters
-from runtime.engine.step import F32, Step, StepKind, StepResult
-from runtime.errors import ComputeError, EngineError
+from runtime.engine.step import F32, Chosen, DeviceWork, Step, StepKind, StepResult
+from runtime.errors import ComputeError, EngineBug, EngineError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,6 +47,8 @@ class StepLoop:
         self.executor = executor
         self.counters = Counters()
         self.slots: dict[int, Answer] = {}  # the last answer of each slot
+        # Where the executor chooses tokens itself.
+        self._sampling = executor if isinstance(executor, SamplingExecutor) else None
         self._helper = helper
         self._answers: dict[Sequence, Answer] = {}
         self._cancelled: list[Sequence] = []
@@ -58,7 +63,7 @@ class StepLoop:
         self._wake.set()
 
     def cancel(self, answer: Answer) -> None:
-        """Free the sequence's pages as soon as the step in flight, if any, has ended."""
+        """Free the sequence's pages as soon as the steps in flight, if any, have ended."""
         sequence = answer.sequence
         if sequence in self._answers and not sequence.cancel_wanted:
             sequence.cancel_wanted = True
@@ -125,16 +130,94 @@ class StepLoop:
                 self.counters.prompt_tokens_cached += part.sequence.n_cached
         if plan.saves or plan.loads:
             await self.off_loop(lambda: self._move_pages(plan))
+        if self._sampling is not None:
+            sampled = self._with_sampling(self._sampling, plan, step)
+            if sampled is not None:
+                await self._run_ahead(self._sampling, plan, sampled)
+                return
         began = time.perf_counter()
         logits = await self._compute(plan, step)
         seconds = time.perf_counter() - began
         ready = self.scheduler.commit(plan, seconds)
-        self._count(step, seconds)
+        self._count(step, len(step.output_tokens), seconds)
         if step.kind is StepKind.PREFILL:
             for part in plan.parts:
                 if part.sequence in self._answers:
                     self._answers[part.sequence].report_progress()
         await self._answer(ready, logits)
+
+    def _with_sampling(self, executor: SamplingExecutor, plan: Plan, step: Step) -> Step | None:
+        """`step` with the work of each output's sampler; None where the executor cannot do it."""
+        if step.kind is not StepKind.DECODE:
+            return None
+        works: list[DeviceWork] = []
+        for part in plan.parts:
+            sampler = self._answers[part.sequence].sampler
+            if not isinstance(sampler, CandidateSampler):
+                return None
+            work = sampler.device_work(part.start + 1)
+            if work is None:
+                return None
+            works.append(work)
+        sampled = replace(step, sampling=tuple(works))
+        return sampled if executor.samples(sampled) else None
+
+    async def _run_ahead(self, executor: SamplingExecutor, plan: Plan, step: Step) -> None:
+        """Perform `step`, whose tokens the executor chooses, and those that can follow it.
+
+        Each begins before the one before it has ended: the executor never waits for the host.
+        """
+        began = time.perf_counter()
+        flight = await executor.begin(step)
+        while True:
+            following = self._following(executor, plan)
+            behind = None if following is None else await executor.begin(following[1])
+            await asyncio.sleep(0)  # callers read the tokens of the step before
+            result = await self._result(plan, flight)
+            now = time.perf_counter()
+            ready = self.scheduler.commit(plan, now - began)
+            self._count(step, len(ready), now - began)
+            if result is not None and result.chosen is not None and step.sampling is not None:
+                await self._answer_chosen(ready, step.sampling, result.chosen)
+            if following is None or behind is None:
+                return
+            (plan, step), flight, began = following, behind, now
+
+    async def _result(self, plan: Plan, flight: StepInFlight) -> StepResult | None:
+        """What the step of `plan` gave; None where it gave nothing, and its sequences failed."""
+        try:
+            result = await flight.result()
+        except ComputeError as error:
+            for part in plan.parts:
+                if part.sequence in self._answers:
+                    self._fail(part.sequence, error)
+            return None
+        if result.not_finite:
+            self._fail_outputs(plan, result)
+        return result
+
+    def _following(self, executor: SamplingExecutor, plan: Plan) -> tuple[Plan, Step] | None:
+        """What comes behind the step of `plan`, which is in flight; None: nothing for now.
+
+        A new request, a cancelled one, work between steps, or a sampler that looks at the tokens
+        before: then the host decides what comes next, when the step has ended.
+        """
+        if not executor.runs_ahead or self._jobs or self._cancelled:
+            return None
+        ahead = self.scheduler.following(plan, self._ends_next, self._work_ahead)
+        if ahead is None or ahead.step is None or not executor.samples(ahead.step):
+            return None
+        return ahead, ahead.step
+
+    def _ends_next(self, sequence: Sequence) -> bool:
+        return self._answers[sequence].ends_next
+
+    def _work_ahead(self, sequence: Sequence, position: int) -> DeviceWork | None:
+        """What chooses the token of `position`, if that can be said before the one before it."""
+        sampler = self._answers[sequence].sampler
+        if isinstance(sampler, CandidateSampler) and sampler.runs_ahead:
+            return sampler.device_work(position)
+        return None
 
     def _move_pages(self, plan: Plan) -> None:
         for save in plan.saves:
@@ -195,13 +278,31 @@ class StepLoop:
             work = partial(choose, answer, logits[row])
             is_small = n_passes * self.executor.limits.n_vocab <= INLINE_LOGITS
             outcome = work() if is_small else await self.off_loop(work)
-            if isinstance(outcome, EngineError):
-                self._fail(sequence, outcome)
-            elif answer.take(outcome):
-                self._end(sequence, State.FINISHED)
+            self._take(sequence, answer, outcome)
             if time.perf_counter() - turn_began > TURN_SECONDS:
                 await asyncio.sleep(0)
                 turn_began = time.perf_counter()
+
+    async def _answer_chosen(
+        self, ready: list[tuple[int, Sequence]], works: tuple[DeviceWork, ...], chosen: Chosen
+    ) -> None:
+        """Send the token that was chosen for every sequence in `ready`."""
+        turn_began = time.perf_counter()
+        for row, sequence in ready:
+            answer = self._answers.get(sequence)
+            if answer is None or sequence.cancel_wanted:
+                continue
+            self._take(sequence, answer, choose_chosen(answer, works[row], chosen, row))
+            if time.perf_counter() - turn_began > TURN_SECONDS:
+                await asyncio.sleep(0)
+                turn_began = time.perf_counter()
+
+    def _take(self, sequence: Sequence, answer: Answer, outcome: Choice | EngineError) -> None:
+        """The sequence goes on with a token, or ends."""
+        if isinstance(outcome, EngineError):
+            self._fail(sequence, outcome)
+        elif answer.take(outcome):
+            self._end(sequence, State.FINISHED)
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         logger.warning("%r failed: %s", sequence, error)
@@ -220,12 +321,12 @@ class StepLoop:
                 self._end(sequence, State.CANCELLED)
         self._cancelled.clear()
 
-    def _count(self, step: Step, seconds: float) -> None:
+    def _count(self, step: Step, n_outputs: int, seconds: float) -> None:
         counters, running = self.counters, self.scheduler.running
         counters.busy_slots += len(running)
         counters.max_tokens = max(counters.max_tokens, *[len(s.tokens) for s in running], 0)
         counters.preemptions = self.scheduler.n_preemptions
-        counters.predicted_tokens += len(step.output_tokens)
+        counters.predicted_tokens += n_outputs
         if step.kind is StepKind.PREFILL:
             counters.prompt_steps += 1
             counters.prompt_tokens += step.n_tokens
@@ -239,5 +340,18 @@ def choose(answer: Answer, logits: F32) -> Choice | EngineError:
     """The answer's next token, or why there is none."""
     try:
         return answer.sampler.choose(logits, len(answer.sequence.tokens))
+    except EngineError as error:
+        return error
+
+
+def choose_chosen(
+    answer: Answer, work: DeviceWork, chosen: Chosen, row: int
+) -> Choice | EngineError:
+    """The same where the executor did `work` for the output `row`."""
+    sampler = answer.sampler
+    if not isinstance(sampler, CandidateSampler):
+        return EngineBug(f"a {type(sampler).__name__} got candidates")
+    try:
+        return sampler.choice_of(work, chosen, row, len(answer.sequence.tokens))
     except EngineError as error:
         return error

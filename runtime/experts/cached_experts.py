@@ -14,14 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.gpu.expert import ADDRESSES
+from ops.gpu.router import in_place, in_place_word
 from runtime.cuda.device import Device
-from runtime.cuda.memory import Arena, arena_bytes
+from runtime.cuda.memory import Arena, DeviceBuffer, arena_bytes
 from runtime.engine.gpu.control import Delta
+from runtime.engine.gpu.expert_launches import GROUPED_TOKENS, are_slot_formats
 from runtime.engine.gpu.experts import empty_table, moe_layers
-from runtime.engine.gpu.transfer import Transfer, transfer_all
+from runtime.engine.gpu.step_shape import SMALL_BATCHES
+from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
 from runtime.experts.cache import NO_SLOT, Change, ExpertCache, LayerShape, Upload
-from runtime.experts.host_experts import HostExperts, LayerExperts, bytes_at
-from runtime.experts.policy import Policy, RecencyPolicy
+from runtime.experts.fetched_experts import FetchedExperts
+from runtime.experts.host_experts import HostExperts, HostPart, LayerExperts, bytes_at
+from runtime.experts.policies import default_policy
+from runtime.experts.policy import Policy
 from runtime.experts.uploader import Uploader
 from runtime.models.spec import ModelSpec
 
@@ -32,9 +38,12 @@ MAX_DELTAS = 64
 UPLOADS_A_STEP = 4
 """At 2 ms a step and 2.7 MB an expert about 5 GB/s, of which the steps notice nothing."""
 
-ON_CPU, ON_GPU, IN_PLACE, NOBODY = 0, 1, 2, 3
-N_KINDS = 4
+ON_CPU, ON_GPU, IN_PLACE, FETCHED, NOBODY = 0, 1, 2, 3, 4
+N_KINDS = 5
 IN_PLACE_SEED = 0
+
+BY_SLOT_TOKENS = max(n for n in SMALL_BATCHES if n < GROUPED_TOKENS)
+"""Of a step that may read experts in place as `in_place_every` says."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +52,26 @@ class CacheSettings:
 
     slots           experts a layer that the GPU holds
     uploads_a_step  experts that may set out while a step runs; 0: what is there first stays
+    fetches         prompts fetch what the GPU does not hold: the host's experts are pinned
     zero_copy       share of the experts without a slot that the GPU reads in place over the link,
                     0 to 1, if they are pinned; the CPU computes the others
+    in_place_every  each so many'th of a token's misses of a layer is read in place besides, at
+                    least 2; 0: none. Of few tokens only, and if they are pinned
     """
 
     slots: int
     uploads_a_step: int = UPLOADS_A_STEP
+    fetches: bool = False
     zero_copy: float = 0.0
+    in_place_every: int = 0
 
 
 @dataclass
 class Usage:
     """Who served the routed experts of all tokens so far.
 
-    by_layer  i64[n_layers, 4]: on the CPU, on the GPU, in place; the last column means nothing
+    by_layer  i64[n_layers, 5]: on the CPU, on the GPU, in place, fetched; the last column means
+              nothing
     uploads   experts that set out for the GPU
     """
 
@@ -75,6 +90,10 @@ class Usage:
     def in_place(self) -> int:
         return int(self.by_layer[:, IN_PLACE].sum())
 
+    @property
+    def fetched(self) -> int:
+        return int(self.by_layer[:, FETCHED].sum())
+
 
 class CachedExperts:
     """An `ExpertStore` (see `runtime.engine.gpu.experts`) that changes with use."""
@@ -86,9 +105,9 @@ class CachedExperts:
         self,
         device: Device,
         spec: ModelSpec,
-        host: HostExperts,
+        host: HostExperts | HostPart,
         settings: CacheSettings,
-        policy: Callable[[ExpertCache], Policy] = RecencyPolicy,
+        policy: Callable[[ExpertCache], Policy] = default_policy,
     ) -> None:
         """Allocates; `load` fills.  The host's experts are pinned before, or never.
 
@@ -103,10 +122,13 @@ class CachedExperts:
         self._slots: list[int] = []
         with ExitStack() as resources:
             classes = self._take_slots(counts, resources)
+            self.fetches = self._fetches(resources)
             self._uploader = Uploader(
                 device, host.layers, self._slots.__getitem__, max(settings.uploads_a_step, 1)
             )
             resources.callback(self._uploader.close)
+            n_bytes = 8 * ADDRESSES * max(len(host.layers) * spec.n_expert_max, 1)
+            self._host_rows = resources.enter_context(DeviceBuffer(device, n_bytes, "host rows"))
             self._resources = resources.pop_all()
         shapes = [LayerShape(la.n_expert, s) for la, s in zip(host.layers, sizes, strict=True)]
         self.cache = ExpertCache(shapes, classes)
@@ -116,6 +138,10 @@ class CachedExperts:
         self._kinds = np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8)
         self.usage = Usage(np.zeros((len(host.layers), N_KINDS), np.int64))
         self._layer_index = np.arange(len(host.layers))[:, None, None]
+        wanted = settings.in_place_every > 0 and host.pinned
+        self._by_slot = np.array(
+            [wanted and are_slot_formats(layer.formats) for layer in host.layers], np.bool_
+        )
         self._seen: list[I32] = []
 
     def _take_slots(self, counts: Mapping[int, int], resources: ExitStack) -> list[int]:
@@ -131,6 +157,13 @@ class CachedExperts:
             classes += [size] * count
         return classes
 
+    def _fetches(self, resources: ExitStack) -> FetchedExperts | None:
+        if not (self._settings.fetches and self._host.layers):
+            return None
+        fetches = FetchedExperts(self._device, self._host.layers)
+        resources.callback(fetches.close)
+        return fetches
+
     def load(self, moved: Callable[[int], None]) -> None:
         """Fill the slots with the policy's first experts; `moved` gets the bytes of each piece.
 
@@ -143,16 +176,30 @@ class CachedExperts:
                 transfers += self._transfers(upload)
                 self._kinds[layer, expert] = ON_GPU
         transfer_all(self._device, transfers, moved)
+        if self._by_slot.any():
+            self._load_host_rows()
+
+    def _load_host_rows(self) -> None:
+        """Where kernels find every expert in the host's memory, in rows like the table's."""
+        rows = np.zeros((*self.cache.slot_of.shape, ADDRESSES), np.uint64)
+        for layer, experts in enumerate(self._host.layers):
+            for column, m in enumerate(experts.matrices):
+                rows[layer, :, column] = m.address + m.stride * np.arange(rows.shape[1])
+        transfer_all(self._device, [Transfer(self._host_rows.address, flat(rows))])
 
     def table(self) -> U64:
         """See `ExpertStore.table`."""
         table = empty_table(self._spec)
-        flat = table.reshape(-1, table.shape[-1])
+        rows = table.reshape(-1, table.shape[-1])
         for layer, experts in enumerate(self._host.layers):
             for expert in range(experts.n_expert):
                 slot = int(self.cache.slot_of[layer, expert])
                 row, *addresses = self._delta(Change(layer, expert, slot))
-                flat[row, :3] = addresses
+                rows[row, :3] = addresses
+                if self._by_slot[layer]:
+                    index = layer * self.cache.slot_of.shape[1] + expert
+                    at = self._host_rows.address + 8 * ADDRESSES * index
+                    rows[row, 3] = in_place_word(at, self._settings.in_place_every)
         return table
 
     def before_step(self) -> Sequence[Delta]:
@@ -168,29 +215,50 @@ class CachedExperts:
 
     def while_running(self) -> None:
         """Decide on swaps, and start uploads, while a step runs.  Raises: DeviceLost, CudaError."""
-        for choices in self._seen:
-            self._policy.used(choices)
-        self._seen.clear()
-        if not self._host.pinned:
-            return
-        room = self._settings.uploads_a_step - self.cache.n_pending
+        self._count_seen()
+        room = self._settings.uploads_a_step - self.cache.n_pending if self._host.pinned else 0
         for swap in self._policy.swaps(self.cache, room):
             self.cache.replace(*swap.expert, swap.victim)
         for upload in self.cache.startable(self._uploader.room):
             self._uploader.start(upload)
             self.usage.uploads += 1
 
-    def after_step(self, choices: I32) -> None:
+    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
         """The step has ended, well or not; choices i32[n_moe_layers, n_tokens, n_used] are the
         experts that it used, -1 where a layer uses fewer."""
         self.cache.end_step()
-        kinds = self._kinds[self._layer_index, choices]
-        if int(choices.min(initial=0)) < 0:
-            kinds[choices < 0] = NOBODY
-        cells = kinds + N_KINDS * self._layer_index
-        counted = np.bincount(cells.reshape(-1), minlength=self.usage.by_layer.size)
-        self.usage.by_layer += counted.reshape(self.usage.by_layer.shape)
+        counted = self._count(choices)
+        if fetched:
+            counted[:, FETCHED] += counted[:, ON_CPU]
+            counted[:, ON_CPU] = 0
+        self.usage.by_layer += counted
         self._seen.append(choices.copy())
+
+    def _count_seen(self) -> None:
+        """Tell the policy of the steps that have ended."""
+        for choices in self._seen:
+            self._policy.used(choices)
+        self._seen.clear()
+
+    def _count(self, choices: I32) -> NDArray[np.int64]:
+        """i64[n_layers, 5]: where what was chosen is."""
+        n_layers, n_expert = self._kinds.shape
+        if choices.size > self._kinds.size:  # experts, not choices: a prompt's take 20 ms longer
+            cells = choices + (1 + (n_expert + 1) * self._layer_index)
+            uses = np.bincount(cells.reshape(-1), minlength=n_layers * (n_expert + 1))
+            weights = uses.reshape(n_layers, n_expert + 1)[:, 1:]
+            kinds = self._kinds + N_KINDS * self._layer_index[:, 0]
+            counted = np.bincount(kinds.reshape(-1), weights.reshape(-1), N_KINDS * n_layers)
+        else:
+            kinds = self._kinds[self._layer_index, choices]
+            if choices.shape[1] <= BY_SLOT_TOKENS and self._by_slot.any():
+                missed = (kinds == ON_CPU) & self._by_slot[:, None, None] & (choices >= 0)
+                kinds[in_place(missed, self._settings.in_place_every)] = IN_PLACE
+            if int(choices.min(initial=0)) < 0:
+                kinds[choices < 0] = NOBODY
+            cells = kinds + N_KINDS * self._layer_index
+            counted = np.bincount(cells.reshape(-1), minlength=N_KINDS * n_layers)
+        return counted.reshape(n_layers, N_KINDS).astype(np.int64)
 
     def describe(self) -> dict[str, object]:
         usage = self.usage
@@ -202,11 +270,13 @@ class CachedExperts:
             "expert_hits": usage.hits,
             "expert_cpu_misses": usage.cpu_misses,
             "expert_in_place_reads": usage.in_place,
+            "expert_fetched": usage.fetched,
             "expert_uploads": usage.uploads,
         }
 
     def close(self) -> None:
         """Give everything back; no step is in flight.  Raises: CudaError."""
+        self._count_seen()  # the last step's choices, for the profile
         self._resources.close()
         self._host.close()
 

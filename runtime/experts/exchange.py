@@ -69,10 +69,7 @@ class Exchange:
             self._memory = resources.enter_context(
                 PinnedBuffer(device, self.layout.n_bytes, "exchange")
             )
-            self._state = resources.enter_context(DeviceBuffer(device, STATE_BYTES, "mailboxes"))
-            with Stream(device, "exchange") as stream:
-                stream.fill(self._state.address, 0, STATE_BYTES)
-                stream.synchronize()
+            self._state = _zeroed(device, resources)
             self._serve = ServeProgram(
                 weights, layers, self.layout, self._memory.host, done, team.n_threads
             )
@@ -80,6 +77,14 @@ class Exchange:
             self._resources = resources.pop_all()
         self._failed = self._memory.view[words.FAILED :][:8].view(np.uint32)
         self._submitted = False
+
+    def on(self, device: Device, first_layer: int) -> Mailboxes:
+        """The mailboxes of a GPU whose first MoE layer has this number.
+
+        Raises: OutOfDeviceMemory, CudaError.
+        """
+        state = _zeroed(device, self._resources)
+        return Mailboxes(self, first_layer, self._memory.address_on(device), state.address)
 
     def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]:
         """The launch of MoE layer `layer` in steps of up to n_tokens, and its own arguments.
@@ -148,3 +153,26 @@ class Exchange:
         if self._submitted:
             self._serve.program.wait()
             self._submitted = False
+
+
+class Mailboxes:
+    """The mailboxes of one of several GPUs that share an exchange: layers are numbered from its
+    first one on; see `Exchange.mailbox`."""
+
+    def __init__(self, exchange: Exchange, first_layer: int, memory: int, state: int) -> None:
+        """memory, state: addresses for the GPU's kernels."""
+        self._exchange, self._first_layer = exchange, first_layer
+        self._own = {"exchange": memory, "state": state}
+
+    def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]:
+        launch, arguments = self._exchange.mailbox(self._first_layer + layer, n_tokens)
+        return launch, {**arguments, **self._own}
+
+
+def _zeroed(device: Device, resources: ExitStack) -> DeviceBuffer:
+    """What the mailboxes of a GPU tell each other."""
+    state = resources.enter_context(DeviceBuffer(device, STATE_BYTES, "mailboxes"))
+    with Stream(device, "exchange") as stream:
+        stream.fill(state.address, 0, STATE_BYTES)
+        stream.synchronize()
+    return state

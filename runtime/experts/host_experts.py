@@ -12,10 +12,11 @@ import logging
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ops.quants import BlockFormat
 from runtime.cuda.device import Device
 from runtime.cuda.memory import RegisteredMemory, slot_bytes
 from runtime.errors import DeviceLost, PinningFailed
@@ -44,10 +45,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """gate, up and down of a layer's experts."""
+    """gate, up and down of a layer's experts, and their formats."""
 
     n_expert: int
     matrices: tuple[Matrix, Matrix, Matrix]
+    formats: tuple[BlockFormat, BlockFormat, BlockFormat]
 
     @property
     def slot_bytes(self) -> int:
@@ -70,7 +72,8 @@ def layer_experts(weights: Mapping[str, Weight], layer: MoeSpec) -> LayerExperts
     gates = part(gate, 0, layer.n_ff, 0)
     ups = part(up, first_up_row, layer.n_ff, slot_bytes(gates.n_bytes))
     downs = part(layer.down, 0, layer.down.n_out, ups.offset + slot_bytes(ups.n_bytes))
-    return LayerExperts(layer.n_expert, (gates, ups, downs))
+    formats = [weights[linear.weight].format for linear in (gate, up, layer.down)]
+    return LayerExperts(layer.n_expert, (gates, ups, downs), (formats[0], formats[1], formats[2]))
 
 
 class HostExperts:
@@ -119,6 +122,10 @@ class HostExperts:
         self.why_not_pinned = None
         self.layers = tuple(self._addressed(layer) for layer in self.layers)
 
+    def part(self, layers: slice) -> HostPart:
+        """Those of some of the layers."""
+        return HostPart(self, layers)
+
     def close(self) -> None:
         """Unpin; no copy from the pages and no step that reads them may be in flight."""
         self._release()
@@ -147,13 +154,35 @@ class HostExperts:
 
     def _addressed(self, layer: LayerExperts) -> LayerExperts:
         first, second, third = (self._mapped(matrix) for matrix in layer.matrices)
-        return LayerExperts(layer.n_expert, (first, second, third))
+        return replace(layer, matrices=(first, second, third))
 
     def _mapped(self, matrix: Matrix) -> Matrix:
         starts = [piece.host for piece in self._pieces]
         piece = self._pieces[bisect_right(starts, matrix.host) - 1]
         address = piece.address + matrix.host - piece.host
         return Matrix(matrix.host, matrix.stride, matrix.n_bytes, matrix.offset, address)
+
+
+class HostPart:
+    """Experts of some layers of `host`, which pins and unpins all of them."""
+
+    def __init__(self, host: HostExperts, layers: slice) -> None:
+        self._host, self._slice = host, layers
+
+    @property
+    def layers(self) -> tuple[LayerExperts, ...]:
+        return self._host.layers[self._slice]
+
+    @property
+    def pinned(self) -> bool:
+        return self._host.pinned
+
+    @property
+    def why_not_pinned(self) -> str | None:
+        return self._host.why_not_pinned
+
+    def close(self) -> None:
+        """Nothing: the whole is closed by whoever opened it."""
 
 
 def bytes_at(address: int, n_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

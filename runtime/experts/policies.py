@@ -1,214 +1,23 @@
-"""Policies of the expert cache by name: each keeps in the slots what has the highest score.
+"""Policies of the expert cache by name: what is in a slot stays while its score is high.
 
-What differs is the score. All see the same tokens, may bring an expert only right after it was
-missed, and never stop a step: a miss is computed elsewhere meanwhile. `bench/routing` replays
-recorded routing through them; docs/routing.md has the results.
+What differs is the score. `bench/routing` replays recorded routing through them; docs/routing.md
+has the results, and why `fitted` is the default.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.experts.cache import NO_SLOT, Expert, ExpertCache
-from runtime.experts.policy import Policy, Swap
+from runtime.config import environment
+from runtime.errors import ConfigError
+from runtime.experts.cache import NO_SLOT, ExpertCache
+from runtime.experts.fitted_policy import FittedPolicy
+from runtime.experts.scored_policy import F64, I64, U64, Bools, PolicySettings, ScoredPolicy
 
-I32 = NDArray[np.int32]
-I64 = NDArray[np.int64]
-F64 = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-
-CELLS_A_TOKEN = 768
-"""Cells that the search for victims may look at a token, on average: 6 us."""
-VICTIMS_A_TOKEN = 16
-"""Swaps that its list suffices for."""
-UNCOUNTED_TOKENS = 32
 RESCALE = 2.0**500
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a policy may be told; the seed's names in brackets.
-
-    window         tokens that count as recent (window, recent)
-    admission      recent uses from which on a missed expert may get a slot; 0 and 1: any (admit)
-    margin         score by which a newcomer must beat its victim (margin, swap-lead)
-    sticky         share of the slots whose experts stay: the most used ever (sticky, stay-bonus)
-    global_weight  weight of lifetime use against recent use (global-weight)
-    half_life      tokens after which a use counts half
-    """
-
-    window: int = 64
-    admission: int = 2
-    margin: float = 0.0
-    sticky: float = 0.0
-    global_weight: float = 16.0
-    half_life: float = 64.0
-
-
-class ScoredPolicy:
-    """Brings the missed experts of the highest scores, for the residents of the lowest.
-
-    A subclass keeps `scores`, or computes it: see `_count` and `_scores`. Cells are numbers of
-    experts over all layers: layer * n_expert + expert.
-    """
-
-    def __init__(self, cache: ExpertCache, settings: PolicySettings) -> None:
-        n_layers, self._n_expert = cache.slot_of.shape
-        self.settings = settings
-        self.n_cells = n_layers * self._n_expert
-        self.n_tokens = 0
-        self.scores: F64 = np.zeros(self.n_cells)
-        self._life: I64 = np.zeros(self.n_cells, np.int64)
-        self._uncounted: list[I64] = []
-        self._slots = cache.slot_of.reshape(-1)
-        self._coming = cache.coming.reshape(-1)
-        self._classes = np.repeat(cache.layer_classes, self._n_expert)
-        self._class_of = self._classes.tolist()
-        self._bases = (np.arange(n_layers, dtype=np.int64) * self._n_expert)[:, None]
-        self._recent: list[I64] = []
-        self._victims: dict[int, deque[tuple[int, float]]] = {}
-        self._listed_at: dict[int, int] = {}
-        self._going: set[int] = set()
-        """Victims of swaps that are being proposed: the cache does not know yet."""
-        self._list_every = max(8, self.n_cells // CELLS_A_TOKEN)
-
-    @property
-    def life(self) -> I64:
-        """Uses ever, i64[n_cells]; those of earlier runs may be added."""
-        if self._uncounted:
-            cells = np.concatenate(self._uncounted)
-            self._life += np.bincount(cells, minlength=self.n_cells)
-            self._uncounted.clear()
-        return self._life
-
-    def used(self, choices: I32) -> None:
-        """See `Policy.used`."""
-        whole = int(choices.min(initial=0)) >= 0
-        for token in range(choices.shape[1]):
-            cells = (choices[:, token] + self._bases).reshape(-1)
-            if not whole:
-                cells = cells[choices[:, token].reshape(-1) >= 0]
-            self.n_tokens += 1
-            self._count(cells)
-            self._recent.append(cells)
-            self._uncounted.append(cells)
-        if len(self._uncounted) >= UNCOUNTED_TOKENS:
-            _ = self.life
-
-    def first(self, cache: ExpertCache) -> Iterator[Expert]:
-        """The most used ever; of those used equally, the first experts of every layer in turn."""
-        order = np.lexsort((self._expert_numbers(), -self.life))
-        n_expert = [layer.n_expert for layer in cache.layers]
-        for cell in order.tolist():
-            layer, expert = divmod(cell, self._n_expert)
-            if expert < n_expert[layer]:
-                yield layer, expert
-
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
-        """See `Policy.swaps`."""
-        recent, self._recent = self._recent, []
-        if most <= 0 or not recent:
-            return []
-        cells = recent[0] if len(recent) == 1 else np.unique(np.concatenate(recent))
-        missed = cells[self._slots[cells] == NO_SLOT]
-        wanted = missed[self._admitted(missed)]
-        if not len(wanted):
-            return []
-        scores = self._scores(wanted)
-        order = np.argsort(-scores, kind="stable").tolist()
-        return self._paired(cache, wanted[order].tolist(), scores[order].tolist(), most)
-
-    def _paired(
-        self, cache: ExpertCache, wanted: list[int], scores: list[float], most: int
-    ) -> list[Swap]:
-        """Swaps for the wanted cells, best first, as far as they are worth it."""
-        swaps: list[Swap] = []
-        n_free: dict[int, int] = {}
-        full: set[int] = set()
-        self._going.clear()
-        for cell, score in zip(wanted, scores, strict=True):
-            size_class = self._class_of[cell]
-            if size_class in full or self._coming[cell]:
-                continue
-            if n_free.setdefault(size_class, cache.n_free(size_class)):
-                n_free[size_class] -= 1
-                swaps.append(Swap(self._expert(cell), None))
-            else:
-                victim = self._victim(size_class, score - self.settings.margin)
-                if victim is None:
-                    full.add(size_class)
-                    continue
-                self._going.add(victim)
-                swaps.append(Swap(self._expert(cell), self._expert(victim)))
-            if len(swaps) == most:
-                break
-        return swaps
-
-    def _count(self, cells: I64) -> None:
-        """A token used these cells, each once."""
-        raise NotImplementedError
-
-    def _scores(self, cells: I64) -> F64:
-        scores: F64 = self.scores[cells]
-        return scores
-
-    def _score(self, cell: int) -> float:
-        return float(self.scores[cell])
-
-    def _admitted(self, cells: I64) -> Bools:
-        """Which of these cells, just missed, may get a slot."""
-        return np.ones(len(cells), np.bool_)
-
-    def _victim(self, size_class: int, below: float) -> int | None:
-        """A cell in a slot of the class that scores less; a list of the lowest serves tokens."""
-        while True:
-            listed = self._victims.get(size_class)
-            while listed:
-                victim, then = listed[0]
-                score = self._score(victim)
-                gone = self._slots[victim] == NO_SLOT or victim in self._going
-                if gone or (score >= below and score != then):
-                    listed.popleft()  # or used since
-                elif score < below:
-                    listed.popleft()
-                    return victim
-                else:
-                    return None
-            age = self.n_tokens - self._listed_at.get(size_class, -self._list_every)
-            if age < self._list_every:
-                return None
-            self._list(size_class)
-
-    def _list(self, size_class: int) -> None:
-        cells = np.flatnonzero((self._slots != NO_SLOT) & (self._classes == size_class))
-        if self.settings.sticky:
-            cells = self._without_sticky(cells)
-        scores = self._scores(cells)
-        n_listed = VICTIMS_A_TOKEN * self._list_every
-        if len(cells) > n_listed:
-            lowest = np.argpartition(scores, n_listed)[:n_listed]
-            cells, scores = cells[lowest], scores[lowest]
-        order = np.argsort(scores, kind="stable")
-        listed = zip(cells[order].tolist(), scores[order].tolist(), strict=True)
-        self._victims[size_class] = deque(listed)
-        self._listed_at[size_class] = self.n_tokens
-
-    def _without_sticky(self, cells: I64) -> I64:
-        """Without the share of them that was used most."""
-        n_sticky = int(self.settings.sticky * len(cells))
-        order = np.argsort(-self.life[cells], kind="stable")
-        return cells[np.sort(order[n_sticky:])]
-
-    def _expert_numbers(self) -> I64:
-        return np.arange(self.n_cells) % self._n_expert
-
-    def _expert(self, cell: int) -> Expert:
-        return divmod(cell, self._n_expert)
 
 
 class RecencyFrequency(ScoredPolicy):
@@ -290,7 +99,7 @@ class Segmented(LeastRecent):
         return float(self.scores[cell]) + self.PROTECTED * bool(self._protected[cell])
 
     def _list(self, size_class: int) -> None:
-        cells = np.flatnonzero((self._slots != NO_SLOT) & (self._classes == size_class))
+        cells = self._residents(size_class)
         inside = cells[self._protected[cells]]
         n_over = len(inside) - int(self.SHARE * len(cells))
         if n_over > 0:
@@ -354,29 +163,40 @@ class WindowLife(Window):
     """The window's uses plus `global_weight` times the share of the layer's most used expert (the
     seed's `add`)."""
 
-    def _life_share(self, cells: I64) -> F64:
-        life = self.life
-        most = life.reshape(-1, self._n_expert).max(axis=1).astype(np.float64)
-        shares: F64 = life[cells] / np.maximum(most, 1.0)[cells // self._n_expert]
-        return shares
+    SHARES_EVERY = 8
+
+    def __init__(self, cache: ExpertCache, settings: PolicySettings) -> None:
+        super().__init__(cache, settings)
+        self._shares: F64 = np.zeros(self.n_cells)
+
+    def _after_token(self) -> None:
+        if self.n_tokens % self.SHARES_EVERY == 1:
+            life = self.life.reshape(-1, self._n_expert)
+            most = np.maximum(life.max(axis=1, keepdims=True), 1)
+            self._shares = (life / most).reshape(-1)
 
     def _scores(self, cells: I64) -> F64:
-        scores: F64 = self.scores[cells] + self.settings.global_weight * self._life_share(cells)
+        scores: F64 = self.scores[cells] + self.settings.global_weight * self._shares[cells]
         return scores
 
     def _score(self, cell: int) -> float:
-        return float(self._scores(np.array([cell]))[0])
+        share = float(self._shares[cell])
+        return float(self.scores[cell]) + self.settings.global_weight * share
 
 
 class WindowTimesLife(WindowLife):
     """The window's uses times that share (the seed's `hybrid`)."""
 
     def _scores(self, cells: I64) -> F64:
-        scores: F64 = self.scores[cells] * self._life_share(cells)
+        scores: F64 = self.scores[cells] * self._shares[cells]
         return scores
 
+    def _score(self, cell: int) -> float:
+        return float(self.scores[cell]) * float(self._shares[cell])
 
-POLICIES: Mapping[str, Callable[[ExpertCache, PolicySettings], Policy]] = {
+
+POLICIES: Mapping[str, Callable[[ExpertCache, PolicySettings], ScoredPolicy]] = {
+    "fitted": FittedPolicy,
     "lrfu": RecencyFrequency,
     "lru": LeastRecent,
     "lru-2": LeastRecent2,
@@ -387,3 +207,61 @@ POLICIES: Mapping[str, Callable[[ExpertCache, PolicySettings], Policy]] = {
     "add": WindowLife,
     "hybrid": WindowTimesLife,
 }
+
+DEFAULT_POLICY = "fitted"
+
+VARIABLES: tuple[tuple[str, str, Callable[[str], float]], ...] = (
+    ("LLAMA_MOE_CACHE_WINDOW", "window", int),
+    ("LLAMA_MOE_CACHE_ADMIT", "admission", int),
+    ("LLAMA_MOE_CACHE_MARGIN", "margin", float),
+    ("LLAMA_MOE_CACHE_STICKY", "sticky", float),
+    ("LLAMA_MOE_CACHE_GLOBAL_WEIGHT", "global_weight", float),
+    ("LLAMA_MOE_CACHE_HALVE_EVERY", "half_life", float),
+)
+"""(environment variable, field of `PolicySettings`, type): the seed's names."""
+
+
+def default_policy(cache: ExpertCache) -> ScoredPolicy:
+    """The default, as it is if nothing is set or known."""
+    return POLICIES[DEFAULT_POLICY](cache, PolicySettings())
+
+
+def policy_from_environment(
+    known: U64 | None = None, n_tokens: int = 0
+) -> Callable[[ExpertCache], ScoredPolicy]:
+    """What makes the policy that LLAMA_MOE_CACHE_POLICY names, else the default, for a cache.
+
+    known  uses by n_tokens earlier tokens, u64[n_layers, n_expert]
+    Raises: ConfigError for an unknown name or a value that cannot be.
+    """
+    name = environment("LLAMA_MOE_CACHE_POLICY") or DEFAULT_POLICY
+    if name not in POLICIES:
+        raise ConfigError(
+            f"LLAMA_MOE_CACHE_POLICY = {name[:40]!r}: use one of {', '.join(POLICIES)}"
+        )
+    given: dict[str, float] = {}
+    for variable, field, kind in VARIABLES:
+        text = environment(variable)
+        if text is not None:
+            given[field] = _number(variable, text, kind)
+    settings = replace(PolicySettings(), **given)  # type: ignore[arg-type]
+
+    def make(cache: ExpertCache) -> ScoredPolicy:
+        policy = POLICIES[name](cache, settings)
+        if known is not None and known.any():
+            policy.know(known[:, : cache.slot_of.shape[1]], n_tokens)
+        return policy
+
+    return make
+
+
+def _number(variable: str, text: str, kind: Callable[[str], float]) -> float:
+    """Raises: ConfigError."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1.0
+    lowest = 0.0 if variable.endswith(("MARGIN", "ADMIT", "STICKY", "WEIGHT")) else 1.0
+    if not lowest <= value < 1e6:
+        raise ConfigError(f"{variable} = {text[:40]!r}: use a number of at least {lowest:g}")
+    return value

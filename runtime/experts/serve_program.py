@@ -19,9 +19,10 @@ from ops.cpu.serve import (
     ABORT,
     EPOCH,
     SERVE,
+    SERVE_SCRATCH_BYTES,
+    quantized_bytes,
     receive,
     serve,
-    serve_scratch_bytes,
 )
 from ops.exchange import ExchangeLayout
 from ops.quants.block import ACTIVATION_GROUP
@@ -59,11 +60,13 @@ class ServeProgram:
         self._lists = aligned((4, n_slots + 16), np.int32)
         self._finished = aligned(n_slots, np.int64)
         room = max(self._hidden_bytes(layer) for layer in layers)
-        scratch_bytes = -(-serve_scratch_bytes(room) // 64) * 64 + SCRATCH_BYTES
+        self._quantized = aligned((n_workers, quantized_bytes(room)), np.uint8)
+        self._tags = self._quantized[:, :8].view(np.int64)
+        scratch_bytes = -(-SERVE_SCRATCH_BYTES // 64) * 64 + SCRATCH_BYTES
         self._scratch = aligned((n_workers, scratch_bytes), np.uint8)
         self._yield = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
         self.program.keep += [self._hidden, self._counts, self._lists, self._finished]
-        self.program.keep += [self._scratch, self._step]
+        self.program.keep += [self._scratch, self._step, self._quantized]
         for index, layer in enumerate(layers):
             self._add(index, layer, len(layers), done)
 
@@ -71,6 +74,7 @@ class ServeProgram:
         """Set the step that the next run serves."""
         self._step[EPOCH // 8] = epoch
         self._step[ABORT // 8] = 0
+        self._tags[:] = 0
 
     def abort(self) -> None:
         """Let a run end without waiting for the GPU any longer."""
@@ -99,6 +103,8 @@ class ServeProgram:
             hidden_bytes=self._hidden_bytes(layer),
             n_workers=self._n_workers,
             sched_yield=self._yield,
+            quantized=address_of(self._quantized),
+            quantized_bytes=self._quantized.strides[0],
             scratch=address_of(self._scratch),
             scratch_bytes=self._scratch.strides[0],
         )

@@ -74,6 +74,7 @@ def test_wrong_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[
 NEEDED = {
     "perplexity": ["-f", __file__],
     "logits": ["--tokens", "1", "--out", "x.npz"],
+    "routing": ["-f", __file__, "--out", "x.trace"],
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from runtime.cuda.device import Device
-from runtime.cuda.graph import Graph, Launch
+from runtime.cuda.graph import USE_NODE_PRIORITY, Graph, Launch
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
 from runtime.cuda.module import Function, Module
 from runtime.cuda.stream import Event, Stream
@@ -85,6 +86,28 @@ def test_a_side_branch_is_captured_with_its_stream(bench: Bench, device: Device)
         with Graph(bench.stream, work) as graph:
             graph.launch(bench.stream)
             np.testing.assert_array_equal(bench.read(), filled(2, N))
+
+
+def test_nodes_keep_their_streams_priorities_if_asked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, flags = bench.stream.device, []
+    call = device.call
+
+    def recorded(name: str, *arguments: Any) -> Any:
+        if name == "cuGraphInstantiate":
+            flags.append(arguments[1])
+        return call(name, *arguments)
+
+    monkeypatch.setattr(device, "call", recorded)
+    for node_priorities in (False, True):
+        with Graph(
+            bench.stream,
+            lambda: bench.launch(1).enqueue(bench.stream),
+            node_priorities=node_priorities,
+        ):
+            pass
+    assert flags == [0, USE_NODE_PRIORITY]
 
 
 def test_a_capture_that_raises_leaves_the_stream_usable(bench: Bench) -> None:

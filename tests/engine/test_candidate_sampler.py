@@ -49,6 +49,9 @@ HALF: dict[str, dict[str, object]] = {
     "another order": {"samplers": ("top_k", "temperature", "min_p"), "temperature": 2},
     "greedy after top-k": {"temperature": 0, "typical_p": 0.5},
 }
+AHEAD = ("greedy", "default", "bias", "not cut", "cut hard")
+"""Chains whose work does not depend on the tokens before."""
+
 NOT_FOR_A_DEVICE: dict[str, dict[str, object]] = {
     "no top-k": {"top_k": 0},
     "many": {"top_k": 257},
@@ -94,6 +97,27 @@ def test_the_token_is_that_of_the_whole_row(name: str, seed: int) -> None:
     if work.chain is not None:
         index = sample_reference(values, work.chain[0], uniform(one.seed, position))
         assert ids[index] == expected
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *HALF, *NOT_FOR_A_DEVICE])
+def test_whose_work_is_known_ahead(name: str) -> None:
+    """Work for a later position is the same before and after the tokens up to it."""
+    one = sampler(3, **(CHAINS | HALF | NOT_FOR_A_DEVICE)[name])
+    before = one.device_work(102)
+    for token in (5, 5, 9):
+        one.accept(token)
+    after = one.device_work(102)
+    assert one.runs_ahead == (name in AHEAD)
+    if one.runs_ahead:
+        assert before is not None
+        assert after is not None
+        assert before.edits.tobytes() == after.edits.tobytes()
+        assert before.chain is not None
+        assert after.chain is not None
+        assert before.chain.tobytes() == after.chain.tobytes()
+        other = one.device_work(103)
+        assert other is not None
+        assert before.k == 1 or other.chain != before.chain
 
 
 @pytest.mark.parametrize("name", NOT_FOR_A_DEVICE)
@@ -142,6 +166,7 @@ def _run(works: list[DeviceWork], rows: NDArray[np.float32]) -> list[int]:
             "flags": m.place(np.zeros(n, np.uint32)),
             "scratch": m.place(np.zeros(n * scratch_bytes(N_VOCAB), np.uint8)),
             "counters": m.place(np.zeros(n, np.uint32)),
+            "tokens": tokens,
         },
     )
     chains = np.concatenate([work.chain for work in works if work.chain is not None])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ops.gpu.sampling import CHAIN, EDIT, MAX_VOCAB, PENALTIES
 from ops.gpu.step_io import RING, refresh_reference
 from runtime.cuda.device import Device
 from runtime.cuda.driver import initialized
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.gpu.control import ControlRing, cell_pages, control_layout
-from runtime.engine.gpu.step_shape import MAX_OUTPUTS, StepShapes, part_of, parts_of
-from runtime.engine.step import Step, StepKind
+from runtime.engine.gpu.step_shape import MAX_OUTPUTS, Sampling, StepShapes, part_of, parts_of
+from runtime.engine.step import DeviceWork, Step, StepKind
 from runtime.errors import EngineBug
 from tests.support.fake_driver import FakeDriver
 
@@ -140,3 +142,67 @@ def test_more_changes_than_room_are_refused(device: Device) -> None:
     with pytest.raises(EngineBug, match="2 changes of the table, room for 1"):
         ring.writers(layout)[0].write(step, cell_pages(step, 32), [(0, 1, 1, 1)] * 2)
     ring.close()
+
+
+def work(k: int, n_edits: int = 0, *, drawn: bool = True) -> DeviceWork:
+    """One whose edits are of the tokens 0, 1, ..., and whose numbers tell k."""
+    edits, penalties, chain = np.zeros(n_edits, EDIT), np.zeros(1, PENALTIES), np.zeros(1, CHAIN)
+    edits["id"], penalties["repeat"], chain["position"] = np.arange(n_edits), k, k
+    return DeviceWork(k, edits, penalties, chain if drawn else None)
+
+
+@pytest.mark.parametrize(
+    ("works", "expected"),
+    [
+        (None, Sampling.HOST),
+        ([work(1), work(1)], Sampling.BEST),
+        ([work(1), work(40)], Sampling.CHAIN),
+        ([work(1, 3), work(1)], Sampling.CHAIN),
+    ],
+)
+def test_who_chooses_is_part_of_the_class(
+    works: list[DeviceWork] | None, expected: Sampling
+) -> None:
+    sampling = None if works is None else tuple(works)
+    step = replace(step_of([1, 1], [0, 1]), sampling=sampling)
+    shapes = StepShapes(LIMITS, 31)
+    shape = shapes.of(step)
+    assert shape.sampling is expected
+    assert not shape.gathered
+    assert shapes.samples(step) == (works is not None)
+
+
+def test_steps_that_the_gpu_does_not_sample() -> None:
+    shapes = StepShapes(LIMITS, 31)
+    most = shapes.of(replace(step_of([1], [0]), sampling=(work(2),))).max_edits
+    for step, works, expected in (
+        (step_of([1], [0]), [work(2, most)], True),
+        (step_of([1], [0]), [work(2, most + 1)], False),
+        (step_of([1, 1], [1, 0]), [work(1), work(1)], False),
+        (step_of([2], [0, 1]), [work(1)], False),
+        (step_of([1], [0], StepKind.PREFILL), [work(1)], False),
+    ):
+        assert shapes.samples(replace(step, sampling=tuple(works))) is expected
+    large = replace(LIMITS, n_vocab=MAX_VOCAB + 1)
+    sampled = replace(step_of([1], [0]), sampling=(work(1),))
+    assert not StepShapes(large, 31).samples(sampled)
+    assert all(shape.sampling is Sampling.HOST for shape in StepShapes(large, 31).largest())
+
+
+def test_the_control_block_holds_how_tokens_are_chosen(device: Device) -> None:
+    works = (work(40, 3), work(1), work(7, 2, drawn=False))
+    step = replace(step_of([1, 1, 1], [0, 1, 2]), sampling=works)
+    layout = control_layout(StepShapes(LIMITS, 31).of(step), LIMITS.page_tokens, max_deltas=0)
+    ring = ControlRing(device, layout.block_bytes)
+    ring.writers(layout)[0].write(step, cell_pages(step, 32))
+    block = ring._buffer.view[: layout.n_bytes].copy()
+    ring.close()
+    assert block[layout.k :].view(np.int32)[:3].tolist() == [40, 1, 7]
+    assert block[layout.first_edit :].view(np.int32)[:4].tolist() == [0, 3, 3, 5]
+    edits = block[layout.edits : layout.n_bytes].view(EDIT)
+    assert edits["id"][:5].tolist() == [0, 1, 2, 0, 1]
+    penalties = block[layout.penalties : layout.chains].view(PENALTIES)
+    assert penalties["repeat"][:3].tolist() == [40, 1, 7]
+    chains = block[layout.chains : layout.edits].view(CHAIN)
+    assert chains["position"][:3].tolist() == [40, 1, 0]
+    assert chains["top_p"][2] == chains["temperature"][2] == 1  # any that is valid

@@ -17,7 +17,8 @@ from runtime.cuda.driver import initialized
 from runtime.cuda.module import CubinCache
 from runtime.engine.executor import Executor
 from runtime.engine.gpu.executor import GPUExecutor
-from runtime.engine.gpu.opening import GPUSettings, open_gpu_executor
+from runtime.engine.gpu.opening import open_gpu_executor
+from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.step import F32, Step, StepKind
 from runtime.errors import ComputeError, DeviceLost, EngineBug, EngineClosed
 from runtime.models import Model, open_model

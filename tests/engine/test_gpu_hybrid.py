@@ -16,7 +16,7 @@ import pytest
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.step import F32, StepKind
 from runtime.errors import ExchangeStalled
-from runtime.experts import cached_experts, exchange
+from runtime.experts import cached_experts, exchange, fetched_experts
 from runtime.models import Model, open_model
 from tests.engine.test_gpu_executor import TOKENS, executor_of, logits_of, step_of
 from tests.support.block_models import BLOCK_MODELS
@@ -51,25 +51,31 @@ async def greedy(model: Model, tmp_path: Path, slots: int) -> tuple[F32, dict[st
 @pytest.mark.parametrize(
     ("name", "fmt", "n_layers", "caches"),
     [
-        ("qwen3moe", "Q4_K", 2, [(0, 0.0), (ALL // 4, 0.5), (ALL // 2, 0.0)]),
-        ("qwen2moe", "Q8_0", 1, [(ALL // 2, 0.7)]),
+        ("qwen3moe", "Q4_K", 2, [(0, 0.0, 0), (ALL // 4, 0.5, 0), (ALL // 2, 0.0, 0)]),
+        ("qwen2moe", "Q8_0", 1, [(ALL // 2, 0.7, 0)]),
+        ("qwen3moe", "Q4_K", 1, [(ALL // 2, 0.0, 2)]),
     ],
 )
 async def test_the_cache_changes_no_bit(
     name: str,
     fmt: str,
     n_layers: int,
-    caches: list[tuple[int, float]],
+    caches: list[tuple[int, float, int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """caches: slots a layer, and the share of the others that is read in place."""
+    """caches: slots a layer, the share of the others that is read in place, and which of a token's
+    misses besides."""
+    monkeypatch.setenv("LLAMA_MOE_CACHE_POLICY", "lru")  # so few tokens teach the default nothing
+    monkeypatch.setenv("LLAMA_MOE_CACHE_ADMIT", "0")
     served = {"hits": 0, "cpu_misses": 0, "in_place_reads": 0}
     with open_model(BLOCK_MODELS[name](fmt, n_layers).write(tmp_path / "model.gguf")) as model:
         expected, facts = await greedy(model, tmp_path, ALL)
         assert facts["experts"] == "all on the GPU"
-        for slots, zero_copy in caches:
-            settings = partial(cached_experts.CacheSettings, zero_copy=zero_copy)
+        for slots, zero_copy, every in caches:
+            settings = partial(
+                cached_experts.CacheSettings, zero_copy=zero_copy, in_place_every=every
+            )
             with monkeypatch.context() as patch:
                 patch.setattr(cached_experts, "CacheSettings", settings)
                 logits, facts = await greedy(model, tmp_path, slots)
@@ -107,6 +113,29 @@ async def test_experts_grouped_for_tensor_cores_may_be_missed_too(tmp_path: Path
                 step = step_of(executor, StepKind.PREFILL, [(0, TOKENS[:17], 0)])
                 results.append(await logits_of(executor, step))
         assert np.array_equal(results[0].view(np.uint32), results[1].view(np.uint32))
+
+
+async def test_prompts_fetch_what_is_not_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both buffers are used anew; neither the CPU nor a resident copy changes a bit."""
+    monkeypatch.setattr(fetched_experts, "FETCHED_TOKENS", 16)
+    model_file = BLOCK_MODELS["qwen3moe"]("Q4_K", 3).write(tmp_path / "model.gguf")
+    settings = {"n_threads": 2, "exchange_rounds": 0}
+    with open_model(model_file) as model:
+        results = []
+        for held in (ALL, 3):
+            settings["moe_expert_cache"] = held
+            async with executor_of(model, tmp_path, hybrid_driver(), **settings) as executor:
+                prompt = step_of(executor, StepKind.PREFILL, [(0, TOKENS[:11], 0)])
+                token = step_of(executor, StepKind.DECODE, [(0, TOKENS[11:12], 11)])
+                results += [await logits_of(executor, step) for step in (prompt, token)]
+                facts = executor.describe()
+        assert facts["expert_fetched"] > 0
+        assert facts["expert_cpu_misses"] <= 3 * 3, "only the decoded token's are left"
+        assert facts["expert_hits"] > 0
+        for resident, fetched in zip(results[:2], results[2:], strict=True):
+            assert np.array_equal(resident.view(np.uint32), fetched.view(np.uint32))
 
 
 async def test_the_exchange_is_tested_at_the_start(

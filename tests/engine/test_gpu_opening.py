@@ -16,8 +16,9 @@ from runtime.cuda import module as module_file
 from runtime.cuda.driver import Driver, initialized
 from runtime.cuda.module import CubinCache
 from runtime.engine.engine import Engine, open_engine
-from runtime.engine.gpu import opening
-from runtime.engine.gpu.opening import GPUSettings, open_gpu_executor
+from runtime.engine.gpu import share_opening
+from runtime.engine.gpu.opening import open_gpu_executor
+from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.params import SamplingParams
 from runtime.errors import DeviceError, DeviceUnavailable
 from runtime.models import Model, open_model
@@ -71,7 +72,7 @@ def test_it_says_what_it_is(model: Model, tmp_path: Path) -> None:
     assert facts["gpu"] == "Fake GPU 0"
     assert facts["experts"] == "all on the GPU"
     assert facts["kv_bytes"] == facts["kv_pages"] * facts["kv_page_bytes"]
-    assert facts["captured_graphs"] == 2
+    assert facts["captured_graphs"] == 6
     assert fake.live == {}
 
 
@@ -102,21 +103,23 @@ def test_experts_that_do_not_fit_are_cached(
     fake = FakeDriver(memory_bytes=1 << 30)
     whole = open_and_close(model, fake, tmp_path)
     limit = whole["weights_bytes"] + whole["kv_bytes"] + whole["activation_bytes"]
-    limit += opening.MARGIN_BYTES + whole["expert_bytes"] // 2
+    limit += share_opening.MARGIN_BYTES + whole["expert_bytes"] // 2
     facts = open_and_close(model, fake, tmp_path, vram_limit=limit, n_threads=1)
     assert 0 < facts["expert_slots"] < 8
     assert fake.live == {}
 
 
-@pytest.mark.parametrize("name", ["memory", "mixer_streams"])
-def test_parts_that_nobody_computes_are_obstacles(model: Model, tmp_path: Path, name: str) -> None:
+def test_parts_that_nobody_computes_are_obstacles(model: Model, tmp_path: Path) -> None:
     first, *others = model.spec.layers
-    part: Any = SimpleNamespace(linears=(), vectors=())
-    changed = Model(
-        model.file, replace(model.spec, layers=(replace(first, **{name: part}), *others))
-    )
-    with pytest.raises(DeviceUnavailable, match=f"lack: {name} of LayerSpec"):
-        open_and_close(changed, FakeDriver(memory_bytes=1 << 30), tmp_path)
+    kind: Any = SimpleNamespace(linears=(), vectors=())
+    unknown = replace(model.spec, layers=(replace(first, mixer=kind), *others))
+    for spec, reason in (
+        (unknown, "layers of the kind SimpleNamespace"),
+        (replace(model.spec, n_stream=3), "3 streams of"),
+    ):
+        with pytest.raises(DeviceUnavailable, match=f"lack: {reason}"):
+            changed = Model(model.file, spec)
+            open_and_close(changed, FakeDriver(memory_bytes=1 << 30), tmp_path)
 
 
 @pytest.fixture

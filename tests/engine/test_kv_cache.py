@@ -256,6 +256,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         in_use = {page for run in self.runs for page in run.table.pages}
         assert len(in_use) + self.kv.n_available == self.N_PAGES
 
+    @invariant()
+    def rows_are_the_pages(self) -> None:
+        for run in getattr(self, "runs", []):
+            assert run.table.row.tolist() == run.table.pages
+
     def teardown(self) -> None:
         for run in getattr(self, "runs", []):
             self.kv.close(run.table)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.kv_cache import KVCache
-from runtime.engine.scheduler import MIN_CHUNK, Plan, Scheduler
+from runtime.engine.plan import Plan
+from runtime.engine.scheduler import MIN_CHUNK, Scheduler
 from runtime.engine.sequence import Sequence, State
-from runtime.engine.step import Step, StepKind
+from runtime.engine.step import DeviceWork, Step, StepKind
 from runtime.errors import EngineBug
 
 PAGE = 4
@@ -243,3 +245,103 @@ def test_only_allowed_moves_are_made() -> None:
     sequence = prompt(1, 2)
     with pytest.raises(EngineBug, match="cannot become FINISHED"):
         sequence.move(State.FINISHED)
+
+
+def goes_on(_: Sequence) -> bool:
+    return False
+
+
+def work_of(_: Sequence, position: int) -> DeviceWork | None:
+    """A work that tells the position."""
+    nothing = np.zeros(0)
+    return DeviceWork(position, nothing, nothing, nothing)
+
+
+def decoding(s: Scheduler, n: int, length: int = 3) -> Plan:
+    """A decode step of n sequences, in flight."""
+    for arrival in range(n):
+        s.add(prompt(arrival, length))
+    advance(s)
+    plan = s.next_step()
+    assert shape(plan) == (StepKind.DECODE, [(i, 1) for i in range(n)])
+    return plan
+
+
+def test_a_step_follows_another_before_its_tokens_are_known() -> None:
+    s = scheduler(n_batch=16)
+    plan = decoding(s, 3)
+    last = plan.parts[1].sequence
+    ahead = s.following(plan, lambda sequence: sequence is last, work_of)
+    assert ahead is not None
+    step = step_of(ahead)
+    assert step.follows
+    assert step.token_ids.tolist() == [-1, -3]
+    assert step.positions.tolist() == [4, 4]
+    assert [work.k for work in step.sampling or ()] == [5, 5]
+    assert step.page_tables.shape == (2, 2)  # the fifth token's page is there
+
+    for _, sequence in s.commit(plan, 0.0):
+        sequence.tokens.append(7)
+    s.end(last, State.FINISHED)
+    assert [row for row, _ in s.commit(ahead, 0.0)] == [0, 1]
+
+
+def test_a_surplus_token_is_passed_over_and_nothing_knows_of_it() -> None:
+    s = scheduler()
+    plan = decoding(s, 2)
+    first, second = (part.sequence for part in plan.parts)
+    ahead = s.following(plan, goes_on, work_of)
+    assert ahead is not None
+    for _, sequence in s.commit(plan, 0.0):
+        sequence.tokens.append(7)
+    s.end(first, State.FINISHED)
+    assert s.commit(ahead, 0.0) == [(1, second)]
+    assert s.kv.lookup(first.tokens)[1] == 4  # the prompt and one token; the last was not computed
+    again = s.following(ahead, goes_on, work_of)
+    assert again is not None
+    assert step_of(again).token_ids.tolist() == [-2]
+
+
+def test_a_cancelled_sequence_keeps_the_rows_of_the_others() -> None:
+    s = scheduler()
+    plan = decoding(s, 2)
+    _, second = (part.sequence for part in plan.parts)
+    ahead = s.following(plan, goes_on, work_of)
+    assert ahead is not None
+    s.commit(plan, 0.0)
+    second.tokens.append(7)  # the first one is cancelled and gets none
+    assert [row for row, sequence in s.commit(ahead, 0.0) if sequence is second] == [1]
+
+
+def test_what_has_to_come_before_a_following_step() -> None:
+    s = scheduler(n_pages=4, max_sequences=2)
+    plan = decoding(s, 1)
+    assert s.following(plan, lambda _: True, work_of) is None  # nobody goes on
+    assert s.following(plan, goes_on, lambda *_: None) is None  # nobody can say how
+    s.add(prompt(8, 3))
+    assert s.following(plan, goes_on, work_of) is None  # there is room for a new sequence
+    for _, sequence in s.commit(plan, 0.0):
+        sequence.tokens.append(7)
+    plan = s.next_step()
+    assert step_of(plan).kind is StepKind.PREFILL
+    assert s.following(plan, goes_on, work_of) is None  # a prompt is read
+
+
+def test_those_that_wait_without_room_do_not_hold_others_up() -> None:
+    s = scheduler(max_sequences=1)
+    plan = decoding(s, 1)
+    s.add(prompt(8, 3))
+    assert s.following(plan, goes_on, work_of) is None  # not known yet
+    for _, sequence in s.commit(plan, 0.0):
+        sequence.tokens.append(7)
+    plan = s.next_step()
+    assert s.following(plan, goes_on, work_of) is not None
+    s.end(plan.parts[0].sequence, State.CANCELLED)
+    assert s.following(plan, goes_on, work_of) is None
+
+
+def test_a_following_step_without_a_page_waits_for_the_host() -> None:
+    s = scheduler(n_pages=3, max_sequences=2, n_ctx=8)
+    plan = decoding(s, 2)  # one page is left, and both need another for the token after this one
+    assert s.following(plan, goes_on, work_of) is None
+    assert s.n_preemptions == 0

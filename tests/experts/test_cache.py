@@ -10,7 +10,6 @@ import pytest
 
 from runtime.errors import EngineBug
 from runtime.experts.cache import NO_SLOT, Expert, ExpertCache, LayerShape, Upload
-from runtime.experts.policy import RecencyPolicy
 
 LAYERS = [LayerShape(6, 0), LayerShape(4, 1), LayerShape(6, 0)]
 CLASSES = [0, 1, 0, 0, 1, 0]
@@ -126,53 +125,3 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(EngineBug, match="no free slot"):
         cache.replace(1, 2, None)
     assert cache.fill(1, 3) is None
-
-
-def tokens(*experts: list[int]) -> np.ndarray:
-    """i32[3, n_tokens, 2]: layer 0 uses the pairs given, the others experts 0 and 1."""
-    choices = np.tile(np.array([0, 1], np.int32), (3, len(experts), 1))
-    choices[0] = experts
-    return choices
-
-
-def test_an_expert_is_admitted_at_its_second_use_and_the_least_used_goes() -> None:
-    cache = ExpertCache(LAYERS, CLASSES)
-    policy = RecencyPolicy(cache, window=4)
-    for layer, expert in policy.first(cache):
-        cache.fill(layer, expert)
-    assert cache.resident[0].tolist() == [True, True, False, False, False, False]
-    assert cache.resident[1].tolist() == [True, True, False, False, False, False]
-    policy.used(tokens([4, 1]))
-    assert policy.swaps(cache, 4) == []
-    policy.used(tokens([4, 1]))
-    (swap,) = policy.swaps(cache, 4)
-    assert (swap.expert, swap.victim) == ((0, 4), (0, 0))
-    cache.replace(*swap.expert, swap.victim)
-    assert policy.swaps(cache, 4) == []
-    # Four tokens later nothing remembers expert 4.
-    policy.used(tokens(*[[2, 3]] * 4))
-    assert policy.counts[0].tolist() == [0, 0, 4, 4, 0, 0]
-    swaps = policy.swaps(cache, 4)
-    assert [swap.expert for swap in swaps] == [(0, 2)]  # the one left of layer 0 makes room
-    assert swaps[0].victim == (0, 1)
-
-
-def test_a_free_slot_is_used_first_and_layers_may_use_fewer_experts() -> None:
-    cache = ExpertCache(LAYERS, CLASSES)
-    policy = RecencyPolicy(cache)
-    choices = tokens([5, 2], [5, 3])
-    choices[1, :, 1] = -1
-    policy.used(choices)
-    swaps = policy.swaps(cache, 8)
-    assert {swap.expert for swap in swaps} == {(0, 5), (1, 0), (2, 0), (2, 1)}
-    assert all(swap.victim is None for swap in swaps)
-    assert policy.counts[1].tolist() == [2, 0, 0, 0, 0, 0]
-
-
-def test_a_long_prompt_leaves_the_counts_of_its_last_tokens() -> None:
-    cache = ExpertCache(LAYERS, CLASSES)
-    policy = RecencyPolicy(cache, window=8)
-    rng = np.random.default_rng(0)
-    pairs = np.array([rng.permutation(6)[:2] for _ in range(100)], np.int32)
-    policy.used(tokens(*pairs.tolist()))
-    assert policy.counts[0].tolist() == np.bincount(pairs[-8:].reshape(-1), minlength=6).tolist()

@@ -101,6 +101,20 @@ def test_swaps_follow_the_use_and_the_table_never_lies(device: Device, layers: M
     run.experts.close()
 
 
+def test_many_choices_are_counted_as_few_are(device: Device, layers: MoeLayers) -> None:
+    run = Run(device, layers, slots=3, uploads_a_step=0)
+    few = run.rng.integers(-1, 6, (len(layers.specs), 4, N_USED)).astype(np.int32)
+    run.experts.after_step(few)
+    once = run.experts.usage.by_layer.copy()
+    assert once.sum(axis=0).all(where=[True, True, False, False, True])
+    run.experts.after_step(np.tile(few, (1, 20, 1)))
+    counted = slice(0, 4)
+    assert np.array_equal(run.experts.usage.by_layer[:, counted], 21 * once[:, counted])
+    run.experts.after_step(few, fetched=True)
+    assert run.experts.usage.fetched == once[:, 0].sum()
+    run.experts.close()
+
+
 def test_a_late_upload_is_used_when_it_is_there(
     device: Device, layers: MoeLayers, fake: FakeDriver
 ) -> None:
@@ -138,6 +152,8 @@ def test_without_pinned_memory_what_is_there_first_stays(
         run.step(5)
     assert run.n_addresses == 6 and run.experts.usage.uploads == 0
     assert run.experts.describe()["expert_swaps"] == "not asked for"
+    policy: Any = run.experts._policy
+    assert len(policy._recent) <= 1, "what is not looked at must not pile up"
     run.experts.close()
     fake.fail["cuMemHostRegister"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     host = HostExperts(layers.weights, layers.specs)

@@ -92,6 +92,22 @@ def test_answers_have_the_bits_of_the_contract(name: str, n_tokens: int, team: T
     served.serve.program.close()
 
 
+def test_a_step_that_is_repeated_is_computed_anew(team: Team) -> None:
+    rng = np.random.default_rng(8)
+    layers = MoeLayers()
+    layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    misses = np.array([0 | 4 << 16], np.uint32)
+    for _ in range(2):
+        x = rng.normal(size=(1, 256)).astype(np.float32)
+        served.post(0, layers.records(0, x), misses, EPOCH)
+        served.serve.begin(EPOCH)
+        team.run(served.serve.program)
+        expected = layers.expected(0, x, 4)
+        assert np.array_equal(served.answers(0, 1)[0].view(np.uint32), expected.view(np.uint32))
+    served.serve.program.close()
+
+
 def test_layers_without_misses_are_passed_over(team: Team) -> None:
     rng = np.random.default_rng(5)
     layers = MoeLayers()

@@ -212,6 +212,13 @@ def test_no_number_means_the_running_team_whatever_its_size(
         acquire_team(0)
 
 
+def test_a_team_of_its_own_size_spares_cores_but_is_never_empty() -> None:
+    n_cores = cores.default_threads()
+    for spare in (1, n_cores):
+        with acquire_team(spare=spare) as made:
+            assert made.n_threads == max(n_cores - spare, 1)
+
+
 def test_a_program_runs_once_at_a_time(team: Team) -> None:
     program = Program(1)
     program._header[0]["running"] = 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ops.gpu.gemm import TILE_TOKENS, gemm, gemm_tile, shipped_tiles
+from ops.gpu.gemm import TILE_TOKENS, best_tile, gemm, gemm_tile, shipped_tiles
 from ops.gpu.gemm_tile import Layout, most_tiles
 from ops.quants import FORMATS
 
-HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory that a block can have on compute capability 9.0."""
+HOPPER_SHARED, SMALLEST_SHARED = 227 << 10, 99 << 10
+"""Bytes of shared memory that a block can have on compute capability 9.0, and on 8.6 to 12.0."""
 
 
 def test_every_tile_fits_a_multiprocessor() -> None:
@@ -27,10 +27,9 @@ def test_the_sums_at_the_end_fit_in_front_of_what_is_still_needed() -> None:
 
 def test_prompt_tiles_of_the_usual_formats_leave_room_for_two_blocks() -> None:
     for name in ("Q4_K", "Q6_K"):
-        for tokens in (64, 128):
-            tile = gemm_tile(FORMATS[name], tokens)
-            assert tile.min_blocks == 2
-            assert 2 * (tile.shared_bytes + 1024) <= HOPPER_SHARED + 1024
+        tile = gemm_tile(FORMATS[name], 64)
+        assert tile.min_blocks == 2
+        assert 2 * (tile.shared_bytes + 1024) <= HOPPER_SHARED + 1024
 
 
 def test_parts_of_a_layout_follow_each_other() -> None:
@@ -52,10 +51,25 @@ def test_grid_has_room_for_every_division_into_groups() -> None:
     assert gemm_tile(FORMATS["Q4_K"], 8).grid(100, 9, 0, 2) == (4, 2, 2)
 
 
-def test_few_rows_are_for_small_matrices_of_the_usual_formats() -> None:
-    assert gemm_tile(FORMATS["Q4_K"], 8, few_rows=True).rows == 16
-    assert gemm_tile(FORMATS["Q4_K"], 64, few_rows=True) == gemm_tile(FORMATS["Q4_K"], 64)
-    assert gemm_tile(FORMATS["Q2_K"], 8, few_rows=True) == gemm_tile(FORMATS["Q2_K"], 8)
+def test_many_rows_are_for_large_products_of_32_slots() -> None:
+    fmt = FORMATS["Q4_K"]
+    assert best_tile(fmt, 151936, 31, shared_bytes=HOPPER_SHARED).rows == 64
+    assert best_tile(fmt, 4096, 31, shared_bytes=HOPPER_SHARED) == gemm_tile(fmt, 32)
+    assert gemm_tile(fmt, 64, many_rows=True) == gemm_tile(fmt, 64)
+    assert gemm_tile(FORMATS["NVFP4"], 32, many_rows=True) == gemm_tile(FORMATS["NVFP4"], 32)
+
+
+def test_slots_of_a_tile_are_those_of_a_group() -> None:
+    fmt = FORMATS["Q6_K"]
+    assert best_tile(fmt, 768, 248, 128, shared_bytes=HOPPER_SHARED).tokens == 8
+    assert best_tile(fmt, 768, 8 * 2048, 128, shared_bytes=HOPPER_SHARED).tokens == 64
+
+
+def test_cards_with_less_shared_memory_get_smaller_tiles() -> None:
+    for tile in shipped_tiles():
+        for n_slots in (8, 16, 31, 512):
+            best = best_tile(tile.fmt, 4096, n_slots, shared_bytes=SMALLEST_SHARED)
+            assert best.shared_bytes <= SMALLEST_SHARED
 
 
 def test_what_there_is_not_is_refused() -> None:

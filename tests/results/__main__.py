@@ -16,7 +16,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.driver import open_driver
 from runtime.errors import DeviceLost, EngineError
 from tests.support.cases import every_case
-from tests.support.machines import DeviceMachine
+from tests.support.machines import DeviceMachine, DoesNotFit
 
 FOLDER = Path(__file__).parent
 
@@ -57,6 +57,8 @@ def record(folder: Path, source: str) -> list[str]:
             row = {"kernel": names[proof], "case": case.name}
             try:
                 outcome = case.run(machine)
+            except DoesNotFit:
+                continue
             except DeviceLost as error:
                 failed.append(f"{names[proof]}, {case.name}: {error}")
                 break  # nothing runs on this device any more

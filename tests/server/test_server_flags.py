@@ -141,13 +141,17 @@ def test_settings(tmp_path: Path) -> None:
         parse("-dev", "CUDA0", "--vram-limit", "7.5", "--moe-expert-cache", "8"), None
     )
     assert (gpu.device, gpu.vram_limit, gpu.moe_expert_cache) == ("cuda", 7.5, 8)
+    assert (gpu.split_mode, gpu.main_gpu, gpu.tensor_split) == ("layer", 0, None)
+    split = engine_config(parse("-sm", "none", "-mg", "1", "-ts", "3,1/0"), None)
+    assert (split.split_mode, split.main_gpu, split.tensor_split) == ("none", 1, (3.0, 1.0, 0.0))
     assert engine_config(parse("--device-kind", "none"), None).device == "cpu"
     plain = engine_config(parse("-c", "0", "-t", "-1"), None)
-    assert (plain.n_ctx, plain.n_threads, plain.n_batch) == (None, None, 512)
+    assert (plain.n_ctx, plain.n_threads, plain.n_batch) == (None, None, None)
 
 
 def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_MOE_CACHE_STATS", "1")
+    monkeypatch.setenv("LLAMA_MOE_CACHE_POLICY", "lru")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZ", "64")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     given = parse("-ngl", "99", "--moe-cache-window", "64", "-fa", "on", "-c", "64")
@@ -157,7 +161,7 @@ def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> N
         "-ngl", "--moe-cache-window", "-fa", "LLAMA_MOE_CACHE_STATS", "LLAMA_ARG_CTX_SIZ"
     ):  # fmt: skip
         assert f"note: {name} has no effect: " in text
-    assert "LLAMA_ARG_CTX_SIZE " not in text
+    assert "LLAMA_ARG_CTX_SIZE " not in text and "LLAMA_MOE_CACHE_POLICY" not in text
     assert "DEMONSTRATION" in text
     assert "context: 64, set by -c" in text
 

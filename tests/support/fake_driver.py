@@ -1,8 +1,9 @@
 """The CUDA driver's functions over host memory, with the names of cuda.bindings.driver.
 
-Streams run in order; a held one waits, so that every interleaving is a test. Calls fail on demand,
-and `live` shows what was not given back. Kernels are Python functions found by entry name; others
-are interpreted, from the text that was assembled.
+Streams run in order; a held one waits, so that every interleaving is a test. While a kernel polls,
+the other streams move on. Calls fail on demand, and `live` shows what was not given back. Kernels
+are Python functions found by entry name; others are interpreted, from the text that was assembled,
+and may touch no other memory than their GPU's, its peers' and the host's that is registered.
 tests/cuda/test_fake_driver.py holds names, parameters and constants against the real bindings.
 """
 
@@ -30,7 +31,7 @@ NO_CONTEXT = frozenset(
     for name in (
         *("Init", "DriverGetVersion", "GetErrorString", "DeviceGet", "DeviceGetCount"),
         *("DeviceGetName", "DeviceTotalMem", "DeviceGetAttribute", "DevicePrimaryCtxRetain"),
-        *("DevicePrimaryCtxRelease", "CtxSetCurrent"),
+        *("DevicePrimaryCtxRelease", "CtxSetCurrent", "DeviceCanAccessPeer"),
     )
 )
 """Functions that work before a context is current."""
@@ -77,6 +78,7 @@ class FakeFunction:
 
     entry: ptx.Entry
     text: str
+    device: int
     kernel: interpreter.Kernel | None = None
 
     def interpreted(self) -> interpreter.Kernel:
@@ -87,8 +89,10 @@ class FakeFunction:
 
 @dataclass
 class FakeStream:
+    device: int
     queue: deque[Operation] = field(default_factory=deque)
     held: bool = False
+    busy: bool = False
     capture: list[Operation] | None = None
 
 
@@ -101,7 +105,10 @@ class FakeEvent:
 
 class FakeDriver:
     """See the module. `fail` maps a function to the code it always answers with; the
-    `out_of_memory_at`-th allocating call (from 0) finds no memory."""
+    `out_of_memory_at`-th allocating call (from 0) finds no memory.
+
+    Every GPU has `memory_bytes`, or what `device_bytes` says of it.
+    """
 
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTREGISTER_DEVICEMAP = 2
@@ -115,9 +122,14 @@ class FakeDriver:
         self.memory_bytes = memory_bytes
         self.version = version
         self.n_devices = 1
+        self.device_bytes: dict[int, int] = {}
+        self.peer_access = True
         self.attributes = {n: value for n, (_, value) in ATTRIBUTES.items()}
         self.kernels: dict[str, Kernel] = {}
-        self.memory = HostMemory()
+        self._memories: dict[int, HostMemory] = {}
+        self._peers: set[tuple[int, int]] = set()
+        self._owners: dict[int, int] = {}
+        self._registered: dict[int, list[int]] = {}
         self.host: Callable[[], None] | None = None
         """Plays the CPU while all threads of an interpreted kernel poll."""
         self.fail: dict[str, CUresult] = {}
@@ -143,7 +155,12 @@ class FakeDriver:
         try:
             yield
         finally:
-            held.held = False
+            self.release(stream)
+
+    def release(self, stream: Any) -> None:
+        """Let a held stream run."""
+        with self._lock:
+            self._get("stream", stream).held = False
             self._pump()
 
     def __getattr__(self, name: str) -> Any:
@@ -204,6 +221,8 @@ class FakeDriver:
 
     def _enqueue(self, stream: Any, operation: Operation) -> None:
         target: FakeStream = self._get("stream", stream)
+        if target.device != self._device_now():
+            raise Failure("INVALID_CONTEXT")
         if target.capture is not None:
             target.capture.append(operation)
             return
@@ -212,13 +231,46 @@ class FakeDriver:
 
     def _pump(self) -> None:
         """Run what can run: the head of each stream until it has to wait for another's event."""
-        moved = True
-        while moved:
-            moved = False
-            for kind, stream in list(self.objects.values()):
-                while kind == "stream" and stream.queue and not stream.held and stream.queue[0]():
-                    stream.queue.popleft()
-                    moved = True
+        while any(self._move(stream) for stream in self._streams()):
+            pass
+
+    def _move(self, stream: FakeStream) -> bool:
+        """Run the head of the stream; whether it could and did."""
+        if not stream.queue or stream.held or stream.busy:
+            return False
+        stream.busy = True
+        try:
+            moved = stream.queue[0]()
+        finally:
+            stream.busy = False
+        if moved:
+            stream.queue.popleft()
+        return moved
+
+    def _streams(self) -> list[FakeStream]:
+        return [value for kind, value in list(self.objects.values()) if kind == "stream"]
+
+    def _look(self) -> None:
+        """Between two looks of a polling kernel: one operation of another stream, and the CPU."""
+        any(self._move(stream) for stream in self._streams())
+        if self.host is not None:
+            self.host()
+
+    def _device_now(self) -> int:
+        """The device whose context is current in this thread."""
+        device: int = self._get("context", self._thread.context)
+        return device
+
+    def _memory_of(self, device: int) -> HostMemory:
+        """What kernels of the device may touch."""
+        if device not in self._memories:
+            self._memories[device] = HostMemory()
+        return self._memories[device]
+
+    def _reaching(self, device: int) -> list[HostMemory]:
+        """Of the devices that may touch memory of this one."""
+        others = [self._memory_of(of) for of, peer in self._peers if peer == device]
+        return [self._memory_of(device), *others]
 
     # The driver's functions, without the code in front of what they return.
 
@@ -244,7 +296,24 @@ class FakeDriver:
         return f"Fake GPU {dev}".encode().ljust(length, b"\0")
 
     def _cuDeviceTotalMem(self, dev: Any) -> int:
-        return self.memory_bytes
+        return self._total(int(dev))
+
+    def _total(self, device: int) -> int:
+        return self.device_bytes.get(device, self.memory_bytes)
+
+    def _cuDeviceCanAccessPeer(self, dev: Any, peerDev: Any) -> int:
+        return int(self.peer_access and dev != peerDev)
+
+    def _cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:
+        device, peer = self._device_now(), self._get("context", peerContext)
+        if not self._cuDeviceCanAccessPeer(device, peer):
+            raise Failure("PEER_ACCESS_UNSUPPORTED")
+        if (device, peer) in self._peers:
+            raise Failure("PEER_ACCESS_ALREADY_ENABLED")
+        self._peers.add((device, peer))
+        for handle, owner in self._owners.items():
+            if owner == peer:
+                self._memory_of(device).open(handle, self._get("memory", handle).nbytes)
 
     def _cuDeviceGetAttribute(self, attrib: Any, dev: Any) -> int:
         return self.attributes[attrib.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
@@ -264,14 +333,15 @@ class FakeDriver:
         self._thread.context = ctx
 
     def _cuCtxSynchronize(self) -> None:
-        for kind, stream in self.objects.values():
-            if kind == "stream":
-                stream.held = False
+        for stream in self._streams():
+            stream.held = stream.held and stream.device != self._device_now()
         self._pump()
 
     def _cuMemGetInfo(self) -> tuple[int, int]:
-        used = sum(value.nbytes for kind, value in self.objects.values() if kind == "memory")
-        return self.memory_bytes - used, self.memory_bytes
+        device = self._device_now()
+        mine = [handle for handle, owner in self._owners.items() if owner == device]
+        total = self._total(device)
+        return total - sum(self._get("memory", handle).nbytes for handle in mine), total
 
     def _cuMemAlloc(self, bytesize: int) -> int:
         if bytesize <= 0:
@@ -280,22 +350,35 @@ class FakeDriver:
             raise Failure("OUT_OF_MEMORY")
         whole = np.full(bytesize + 256, 0xA5, np.uint8)
         memory = whole[-whole.ctypes.data % 256 :][:bytesize]  # aligned as the driver's are
-        self.memory.open(memory.ctypes.data, bytesize)
+        device = self._owners[memory.ctypes.data] = self._device_now()
+        for reaching in self._reaching(device):
+            reaching.open(memory.ctypes.data, bytesize)
         return self._new("memory", memory, memory.ctypes.data)
 
     def _cuMemFree(self, dptr: Any) -> None:
         self._drop("memory", dptr)
-        self.memory.close(int(dptr))
+        for reaching in self._reaching(self._owners.pop(int(dptr))):
+            reaching.close(int(dptr))
 
     def _cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
         self._new("registered", bytesize, p)
-        self.memory.open(p, bytesize, writable=not Flags & self.CU_MEMHOSTREGISTER_READ_ONLY)
+        writable = not Flags & self.CU_MEMHOSTREGISTER_READ_ONLY
+        self._registered[p] = self._registered_for(Flags)
+        for device in self._registered[p]:
+            self._memory_of(device).open(p, bytesize, writable=writable)
+
+    def _registered_for(self, flags: int) -> list[int]:
+        """The devices that may touch memory registered with the flags."""
+        if flags & self.CU_MEMHOSTREGISTER_PORTABLE:
+            return list(range(self.n_devices))
+        return [self._device_now()]
 
     def _cuMemHostUnregister(self, p: int) -> None:
         if self.objects.get(p, ("",))[0] != "registered":
             raise Failure("HOST_MEMORY_NOT_REGISTERED")
         del self.objects[p]
-        self.memory.close(p)
+        for device in self._registered.pop(p):
+            self._memory_of(device).close(p)
 
     def _cuMemHostGetDevicePointer(self, p: int, Flags: int) -> int:
         self._get("registered", p)
@@ -337,7 +420,7 @@ class FakeDriver:
         self._enqueue(hStream, lambda: bool(ctypes.memset(address, uc, N)))
 
     def _cuStreamCreateWithPriority(self, flags: int, priority: int) -> int:
-        return self._new("stream", FakeStream())
+        return self._new("stream", FakeStream(self._device_now()))
 
     def _cuStreamDestroy(self, hStream: Any) -> None:
         self._drop("stream", hStream)
@@ -414,7 +497,10 @@ class FakeDriver:
         if not image.startswith(b"CUBIN"):
             raise Failure("INVALID_IMAGE")
         text = image[5:].decode()
-        return self._new("module", {e.name: FakeFunction(e, text) for e in ptx.entries(text)})
+        entries = ptx.entries(text)
+        return self._new(
+            "module", {e.name: FakeFunction(e, text, self._device_now()) for e in entries}
+        )
 
     def _cuModuleUnload(self, hmod: Any) -> None:
         self._drop("module", hmod)
@@ -430,6 +516,8 @@ class FakeDriver:
             raise Failure("INVALID_VALUE")
 
     def _cuLaunchKernelEx(self, config: Any, f: Any, kernelParams: int, extra: int) -> None:
+        if f.device != self._device_now():
+            raise Failure("INVALID_HANDLE")
         params = f.entry.params
         pointers = (ctypes.c_uint64 * len(params)).from_address(kernelParams)
         values = [
@@ -455,8 +543,8 @@ class FakeDriver:
                 for value, param in zip(values, function.entry.params, strict=True)
             ]
             function.interpreted().launch(
-                self.memory, grid, (block,), arguments,
-                dynamic_shared=shared_bytes, host=self.host,
+                self._memory_of(function.device), grid, (block,), arguments,
+                dynamic_shared=shared_bytes, host=self._look,
             )  # fmt: skip
             return True
         try:

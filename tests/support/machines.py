@@ -23,6 +23,10 @@ Array = NDArray[Any]
 Grid = tuple[int, ...]
 
 
+class DoesNotFit(Exception):
+    """A block asks for more shared memory than this GPU has: another launch is chosen there."""
+
+
 class Machine(Protocol):
     """Memory, and kernels that run over it one after the other."""
 
@@ -142,6 +146,8 @@ class DeviceMachine:
             module = Module(self.device, kernel.text, kernel.entry, self._cache)
             self._functions[kernel.text_hash] = module.function(kernel.entry)
         function = self._functions[kernel.text_hash]
+        if shared_bytes > self.device.info.block_shared_bytes:
+            raise DoesNotFit(f"{kernel.entry} asks for {shared_bytes} bytes of shared memory")
         if shared_bytes > 48 << 10:
             function.allow_shared_bytes(shared_bytes)
         x, y, z = (*grid, 1, 1)[:3]

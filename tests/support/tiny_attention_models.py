@@ -9,13 +9,13 @@ from __future__ import annotations
 from tests.support.tiny_model import TinyModel
 
 
-def gpt_oss() -> TinyModel:
+def gpt_oss(n_layers: int = 4, window: int = 6, n_embd: int = 64, n_ff: int = 32) -> TinyModel:
     model = TinyModel("gpt-oss")
-    n_embd, n_layers, head_dim, n_ff, n_expert = 64, 4, 32, 32, 8
+    head_dim, n_expert = 32, 8
     model.base(n_embd, n_layers, n_head=4, n_head_kv=2, n_ff=n_ff, rope_base=150000.0)
     model.set(attention__key_length=head_dim, attention__value_length=head_dim)
     model.set(expert_count=n_expert, expert_used_count=4, expert_feed_forward_length=n_ff)
-    model.set(attention__sliding_window=6)
+    model.set(attention__sliding_window=window)
     _yarn(model, 32.0)
     model.ends(n_embd)
     for i in range(n_layers):

@@ -5,54 +5,91 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
 
 from ops.gpu.kernel import Kernel
-from runtime.cuda.device import Device
+from runtime.cuda.device import Device, DeviceInfo
 from runtime.cuda.graph import Graph, Launch
 from runtime.cuda.memory import DeviceBuffer
 from runtime.cuda.stream import Event, Stream
 from runtime.engine.gpu.control import ControlRing, ControlWriter
-from runtime.engine.gpu.experts import choices_shape
+from runtime.engine.gpu.experts import I32, choices_shape
 from runtime.engine.gpu.functions import Functions, KernelKey, key_of
 from runtime.engine.gpu.launch_plan import Constants, Fork, LaunchPlan, PlannedLaunch, Room
 from runtime.engine.gpu.plan_parts import StepMemory
 from runtime.engine.gpu.step_graph import StepPlanner
 from runtime.engine.gpu.step_shape import StepShape
 from runtime.engine.gpu.transfer import Transfer, transfer_all
+from runtime.errors import DeviceUnavailable
 
 NEWEST_SHARE = 0.2
 """Of the measured time of a step in the time that is expected of the next one."""
 
 
+class Launchable(Protocol):
+    """A `Graph`, or those of several GPUs."""
+
+    def launch(self, stream: Any) -> None: ...
+
+
+FULL_TOKENS = 2
+"""From so many tokens on experts fill the GPU, so that a mailbox beside them would wait for room
+until the most of them are done: measured 24 us late at 8 tokens, 100 us at 31."""
+
+
 @dataclass
 class CapturedStep:
-    """A graph, where its steps are written, and the seconds that they took lately."""
+    """A graph, where its steps are written, and the seconds that they took lately.
 
-    graph: Graph
-    constants: DeviceBuffer
+    choices_places  of each GPU: where the choices of its layers' experts begin among all, and their
+                    shape, see `choices_shape`
+    """
+
+    shape: StepShape
+    graph: Launchable
     writers: list[ControlWriter]
     n_launches: int
-    choices_shape: tuple[int, int, int]
+    choices_places: tuple[tuple[int, tuple[int, int, int]], ...]
     seconds: float = 0.0
+
+    def choices(self, results: I32) -> I32:
+        """The experts that the step used, i32[n_moe_layers, tokens of the shape, n_used]."""
+        parts = [
+            results[at : at + size[0] * size[1] * size[2]].reshape(size)
+            for at, size in self.choices_places
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def took(self, seconds: float) -> None:
         """A step ran for so long."""
         share = NEWEST_SHARE if self.seconds else 1.0
         self.seconds += share * (seconds - self.seconds)
 
-    def close(self) -> None:
-        self.graph.close()
-        self.constants.close()
-
 
 @dataclass
 class Needs:
-    """What plans of some shapes take: bytes of room and of control blocks, kernels."""
+    """What plans of some shapes take: bytes of room and of control blocks, kernels.
+
+    shared_bytes  of the block that takes most shared memory, and `largest_block`, what it is for
+    """
 
     room_bytes: int = 0
     block_bytes: int = 0
     control_bytes: int = 0
+    shared_bytes: int = 0
+    largest_block: str = ""
     kernels: dict[KernelKey, Kernel] = field(default_factory=dict)
+
+    def check(self, gpu: DeviceInfo) -> None:
+        """Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor."""
+        if self.shared_bytes > gpu.block_shared_bytes:
+            name = self.largest_block.split(".")[-1]
+            raise DeviceUnavailable(
+                f"{name} takes {self.shared_bytes >> 10} KiB of shared memory for this model and "
+                f"cache type, {gpu.name} has {gpu.block_shared_bytes >> 10} KiB for a block"
+            )
 
 
 def needs_of(planner: StepPlanner, shapes: list[StepShape]) -> Needs:
@@ -66,6 +103,8 @@ def needs_of(planner: StepPlanner, shapes: list[StepShape]) -> Needs:
         needs.control_bytes = max(needs.control_bytes, parts.layout.n_bytes)
         for launch in parts.plan.launches:
             needs.kernels[key_of(launch.kernel)] = launch.kernel
+            if launch.shared_bytes > needs.shared_bytes:
+                needs.shared_bytes, needs.largest_block = launch.shared_bytes, launch.name
     return needs
 
 
@@ -80,10 +119,14 @@ class CapturedSteps:
         memory: StepMemory,
         ring: ControlRing,
         room: DeviceBuffer,
+        first_choice: int | None = 0,
     ) -> None:
+        """first_choice: where those of its layers begin among all; None: nobody wants them."""
         self._device, self._planner, self._functions = device, planner, functions
         self._memory, self._ring, self._room = memory, ring, room
+        self._first_choice = first_choice
         self._steps: dict[StepShape, CapturedStep] = {}
+        self._graphs: dict[StepShape, tuple[Graph, DeviceBuffer]] = {}
         self._capturing = Lock()
         # What is captured runs in the stream that a graph is launched into, not in these.
         self._main = Stream(device, "capture")
@@ -110,15 +153,17 @@ class CapturedSteps:
 
     def launches(self, shape: StepShape) -> list[tuple[PlannedLaunch, Launch]]:
         """The launches of a shape one by one, for timing; the shape must be captured."""
-        step = self.of(shape)
-        room, constants = Room(self._room.address), Constants(step.constants.address)
+        self.of(shape)
+        room, constants = Room(self._room.address), Constants(self._graphs[shape][1].address)
         plan = self._planner.plan(shape, self._memory, room, constants).plan
         return [(planned, self._launch(planned)) for planned in plan.launches]
 
     def close(self) -> None:
         with self._capturing:
-            for step in self._steps.values():
-                step.close()
+            for graph, constants in self._graphs.values():
+                graph.close()
+                constants.close()
+            self._graphs.clear()
             self._steps.clear()
         for resource in (self._fork, self._join, self._side, self._main):
             resource.close()
@@ -135,13 +180,24 @@ class CapturedSteps:
             transfer_all(self._device, [Transfer(buffer.address, constants.image())])
             launches = [(n, self._launch(n)) for n in parts.plan.launches]
             graph = made.enter_context(
-                Graph(self._main, lambda: self._enqueue(parts.plan, launches), str(shape))
+                Graph(
+                    self._main,
+                    lambda: self._enqueue(parts.plan, launches),
+                    str(shape),
+                    node_priorities=shape.n_tokens >= FULL_TOKENS,
+                )
             )
             graph.upload(self._main)
             choices = choices_shape(self._planner.model.spec, shape.n_tokens)
             writers = self._ring.writers(parts.layout)
             made.pop_all()
-            return CapturedStep(graph, buffer, writers, len(launches), choices)
+            self._graphs[shape] = graph, buffer
+            places = () if self._first_choice is None else ((self._first_choice, choices),)
+            return CapturedStep(shape, graph, writers, len(launches), places)
+
+    def graph(self, shape: StepShape) -> Graph:
+        """The graph of a shape that was captured."""
+        return self._graphs[shape][0]
 
     def _launch(self, planned: PlannedLaunch) -> Launch:
         x, y, z = (*planned.grid, 1, 1)[:3]

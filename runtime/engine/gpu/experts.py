@@ -17,6 +17,7 @@ from ops.gpu.expert import ADDRESSES
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
 from runtime.engine.gpu.control import Delta
+from runtime.engine.gpu.plan_parts import Fetches
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
 from runtime.models.model import Model
 from runtime.models.spec import Linear, ModelSpec, MoeSpec
@@ -25,8 +26,27 @@ U64 = NDArray[np.uint64]
 I32 = NDArray[np.int32]
 
 
-class ExpertStore(Protocol):
-    """What the executor asks of whatever holds the experts.
+class StepExperts(Protocol):
+    """What the executor asks of whatever holds the experts."""
+
+    def before_step(self) -> Sequence[Delta]:
+        """Changes of the table that the next step begins with; called once a step."""
+        ...
+
+    def while_running(self) -> None:
+        """The step was launched: time for whatever no step waits for."""
+        ...
+
+    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
+        """The step has ended, well or not; `choices` i32[n_moe_layers, n_tokens, n_used] are the
+        experts that it used, of no token if that is not known; it `fetched` what it missed."""
+        ...
+
+    def describe(self) -> dict[str, object]: ...
+
+
+class ExpertStore(StepExperts, Protocol):
+    """What holds the experts of one GPU.
 
     is_complete  every expert is on the GPU, now and always: nothing is missed, nothing changes
     max_deltas   changes of the table that one step may bring
@@ -35,6 +55,11 @@ class ExpertStore(Protocol):
 
     is_complete: bool
     max_deltas: int
+
+    @property
+    def fetches(self) -> Fetches | None:
+        """Room for what long prompts use and the GPU does not hold; None: the CPU computes it."""
+        ...
 
     @property
     def n_bytes(self) -> int: ...
@@ -46,21 +71,6 @@ class ExpertStore(Protocol):
     def table(self) -> U64:
         """The table before the first step."""
         ...
-
-    def before_step(self) -> Sequence[Delta]:
-        """Changes of the table that the next step begins with; called once a step."""
-        ...
-
-    def while_running(self) -> None:
-        """The step was launched: time for whatever no step waits for."""
-        ...
-
-    def after_step(self, choices: I32) -> None:
-        """The step has ended, well or not; `choices` i32[n_moe_layers, n_tokens, n_used] are the
-        experts that it used, of no token if that is not known."""
-        ...
-
-    def describe(self) -> dict[str, object]: ...
 
     def close(self) -> None: ...
 
@@ -111,6 +121,7 @@ class ResidentExperts:
 
     is_complete = True
     max_deltas = 0
+    fetches = None
 
     def __init__(self, device: Device, model: Model) -> None:
         """Allocates; `load` fills.  Raises: OutOfDeviceMemory, CudaError."""
@@ -149,7 +160,7 @@ class ResidentExperts:
     def while_running(self) -> None:
         """There is nothing to move."""
 
-    def after_step(self, choices: I32) -> None:
+    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
         """Nothing depends on what was used."""
 
     def describe(self) -> dict[str, object]:

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from ops.gpu import router as router_kernel
 from ops.gpu.expert import ADDRESSES
 from ops.gpu.router import route
-from runtime.engine.gpu.expert_launches import GateUp, Routed, add_activation, add_experts
+from runtime.engine.gpu.expert_launches import (
+    GateUp,
+    Routed,
+    add_activation,
+    add_experts,
+    by_slot,
+    fetch_layer,
+)
 from runtime.engine.gpu.experts import choices_shape, moe_layers
 from runtime.engine.gpu.matrix_launches import (
     Output,
@@ -35,6 +42,11 @@ class FeedForwardLaunches:
         """table_stride: bytes of the table of experts from a layer to the next."""
         self._parts, self._table_stride = parts, table_stride
         self._moe_layers = [index for index, _ in moe_layers(parts.model.spec)]
+
+    def begin(self) -> None:
+        """Have the first layer's experts on their way, behind the table's changes."""
+        if self._parts.fetches is not None and self._moe_layers:
+            fetch_layer(self._parts, 0, self._layer_table(self._moe_layers[0]))
 
     def prepare(self, block: FeedForward, x: DeviceRows) -> None:
         """Ask x, the normalised rows, for the forms that the first products need."""
@@ -100,7 +112,8 @@ class FeedForwardLaunches:
             weights=parts.room.place("expert weights", 4 * n_slots),
             experts=parts.room.place("experts", 8 * ADDRESSES * n_slots),
             shared_weights=parts.room.place("shared weights", 4 * n),
-            table=parts.memory.table + layer * self._table_stride,
+            table=self._layer_table(layer),
+            next_table=self._next_table(number),
         )
         parts.plan.add(
             f"{layer}.route",
@@ -119,6 +132,7 @@ class FeedForwardLaunches:
                 "renormalise": router.renormalise,
                 "scale": router.scale,
                 "table": routed.table,
+                "in_place": int(by_slot(parts, block)),
                 "shared_logits": 0 if gate is None else logits + 4 * gate_at,
                 "shared_stride": stride,
                 "choices": routed.choices,
@@ -129,6 +143,15 @@ class FeedForwardLaunches:
             overlapped=parts.overlapped,
         )
         return routed
+
+    def _layer_table(self, layer: int) -> int:
+        """Address of a layer's part of the table of experts."""
+        return self._parts.memory.table + layer * self._table_stride
+
+    def _next_table(self, number: int) -> int:
+        """That of the next layer with routed experts; 0 where there is none."""
+        behind = self._moe_layers[number + 1 :]
+        return self._layer_table(behind[0]) if behind else 0
 
 
 def choices_place(parts: PlanParts) -> int:

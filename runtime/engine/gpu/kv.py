@@ -8,18 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from ops.gpu.kv_layout import PAGE_TOKENS, GPUPageLayout
-from runtime.cuda.device import Device
+from runtime.cuda.device import Device, DeviceInfo
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer, slot_bytes
 from runtime.cuda.stream import Stream
-from runtime.errors import ConfigError
-from runtime.models.spec import AttentionSpec, ModelSpec
+from runtime.errors import ConfigError, EngineBug
+from runtime.models.delta_net import DeltaNetSpec
+from runtime.models.latent_attention import LatentAttentionSpec
+from runtime.models.spec import AttentionSpec, Mixer, ModelSpec
 
 
 @dataclass(frozen=True)
 class LayerCache:
     """Where one layer's keys and values lie, for kernels; the names are those of `ops.gpu.heads`.
 
-    Addresses of u8[n_pages, n_head_kv, head_bytes], and the layouts' numbers.
+    k_pages, v_pages  addresses of u8[n_pages, n_head_kv, head_bytes]; v_pages 0: a value is the
+                      first numbers of its key
     """
 
     k_pages: int
@@ -27,6 +30,8 @@ class LayerCache:
     keys: GPUPageLayout
     values: GPUPageLayout
     n_head_kv: int
+    index_pages: int = 0
+    index_page_bytes: int = 0
 
     @property
     def k_page_bytes(self) -> int:
@@ -50,6 +55,27 @@ class LayerCache:
         }
 
 
+@dataclass(frozen=True)
+class LayerSizes:
+    """One layer's layouts.
+
+    in_keys  values are the first numbers of f16 keys, and not kept apart
+    """
+
+    keys: GPUPageLayout
+    values: GPUPageLayout
+    n_head_kv: int
+    in_keys: bool = False
+    index_bytes: int = 0
+
+    @property
+    def side_bytes(self) -> tuple[int, ...]:
+        """Bytes of a page's keys, of its values where they are apart, of keys of its blocks."""
+        sides = (self.keys,) if self.in_keys else (self.keys, self.values)
+        index = (self.index_bytes,) if self.index_bytes else ()
+        return (*(self.n_head_kv * side.head_bytes for side in sides), *index)
+
+
 class CacheSizes:
     """The layouts of every layer, and the bytes that they take; layers without a cache are None.
 
@@ -58,35 +84,47 @@ class CacheSizes:
 
     def __init__(self, spec: ModelSpec, cache_type_k: str, cache_type_v: str) -> None:
         self.cache_types = (cache_type_k, cache_type_v)
-        self.layers: list[tuple[GPUPageLayout, GPUPageLayout, int] | None] = []
+        self.layers: list[LayerSizes | None] = []
         for layer in spec.layers:
-            mixer = layer.mixer
-            if not isinstance(mixer, AttentionSpec):
+            dims = cached_dims(layer.mixer)
+            if dims is None:
                 self.layers.append(None)
                 continue
+            dim_k, dim_v, n_head_kv, is_prefix = dims
+            in_keys = is_prefix and cache_type_k == "f16"
             try:
-                keys = GPUPageLayout("keys", cache_type_k, mixer.head_dim_k)
-                values = GPUPageLayout("values", cache_type_v, mixer.head_dim_v)
+                keys = GPUPageLayout("keys", cache_type_k, dim_k)
+                values = GPUPageLayout("values", "f16" if in_keys else cache_type_v, dim_v)
             except ValueError as error:
                 raise ConfigError(f"cache_type_k/cache_type_v: {error}") from error
-            self.layers.append((keys, values, mixer.n_head_kv))
+            index_bytes = index_page_bytes(layer.mixer)
+            self.layers.append(LayerSizes(keys, values, n_head_kv, in_keys, index_bytes))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers together."""
-        return sum(n_bytes for layer in self.layers for n_bytes in _side_bytes(layer))
+        return sum(n for layer in self.layers if layer is not None for n in layer.side_bytes)
 
     def n_bytes(self, n_pages: int) -> int:
         """What the memory of so many pages takes."""
-        return sum(slot_bytes(n_pages * b) for layer in self.layers for b in _side_bytes(layer))
+        layers = [layer for layer in self.layers if layer is not None]
+        return sum(slot_bytes(n_pages * n) for layer in layers for n in layer.side_bytes)
 
 
-def _side_bytes(layer: tuple[GPUPageLayout, GPUPageLayout, int] | None) -> tuple[int, ...]:
-    """Bytes of a page's keys and values in one layer."""
-    if layer is None:
-        return ()
-    keys, values, n_head_kv = layer
-    return n_head_kv * keys.head_bytes, n_head_kv * values.head_bytes
+def cached_dims(mixer: Mixer) -> tuple[int, int, int, bool] | None:
+    """Dimensions of a key and of a value, how many of both a token has, and whether a value is the
+    first part of its key; None: there are none."""
+    if isinstance(mixer, AttentionSpec):
+        return mixer.head_dim_k, mixer.head_dim_v, mixer.n_head_kv, False
+    if isinstance(mixer, LatentAttentionSpec):
+        return mixer.dim_k, mixer.dim_latent, 1, True
+    return None
+
+
+def index_page_bytes(mixer: Mixer) -> int:
+    """Bytes of the keys of a page's blocks, by which attention chooses what it reads; f32."""
+    indexer = None if isinstance(mixer, DeltaNetSpec) else mixer.indexer
+    return 0 if indexer is None else 4 * PAGE_TOKENS * indexer.n_cached
 
 
 class GPUPages:
@@ -103,15 +141,38 @@ class GPUPages:
         self.layers: list[LayerCache | None] = []
         at = self._buffer.address
         for layer in sizes.layers:
+            if layer is None:
+                self.layers.append(None)
+                continue
             addresses = []
-            for n_bytes in _side_bytes(layer):
+            for n_bytes in layer.side_bytes:
                 self._parts.append((at, n_bytes))
                 addresses.append(at)
                 at += slot_bytes(n_pages * n_bytes)
-            cache = None
-            if layer is not None:
-                cache = LayerCache(addresses[0], addresses[1], *layer)
+            index_pages = addresses.pop() if layer.index_bytes else 0
+            k_pages, v_pages = (*addresses, 0)[:2]
+            cache = LayerCache(
+                k_pages,
+                v_pages,
+                layer.keys,
+                layer.values,
+                layer.n_head_kv,
+                index_pages,
+                layer.index_bytes,
+            )
             self.layers.append(cache)
+
+    @property
+    def gpu(self) -> DeviceInfo:
+        """The GPU in whose memory they are."""
+        return self._buffer.device.info
+
+    def layer(self, index: int) -> LayerCache:
+        """The cache of a layer.  Raises: EngineBug where it has none."""
+        cache = self.layers[index]
+        if cache is None:
+            raise EngineBug(f"layer {index} has no keys and values")
+        return cache
 
     def clear(self, stream: Stream) -> None:
         """Zeros everywhere, so that nothing in a page is ever not a number by chance."""

@@ -67,10 +67,10 @@ class LaunchPlan:
     ) -> None:
         """Add a launch behind all others of its branch.
 
-        Behind a join it never starts early: it has two predecessors.
+        Behind a join it never starts early on the main one: it has two predecessors.
         """
-        early = overlapped and not self._joined
-        self._joined = False
+        early = overlapped and (self._side or not self._joined)
+        self._joined = self._joined and self._side
         self.nodes.append(
             PlannedLaunch(name, kernel, grid, arguments, shared_bytes, early, self._side)
         )

@@ -10,10 +10,13 @@ from ops.gpu.kernel import format_table
 from ops.gpu.mailbox import MailboxLaunch
 from ops.quants import BlockFormat
 from ops.quants.block import ActivationKind
+from runtime.cuda.device import DeviceInfo
 from runtime.engine.gpu.control import ControlLayout
 from runtime.engine.gpu.launch_plan import Constants, LaunchPlan, Room
+from runtime.engine.gpu.state_slots import GPUStates
 from runtime.engine.gpu.step_shape import StepShape
 from runtime.engine.gpu.weights import DeviceWeights
+from runtime.errors import EngineBug
 from runtime.models.model import Model
 
 
@@ -21,12 +24,15 @@ from runtime.models.model import Model
 class StepMemory:
     """Addresses that all graphs share; see `ops.gpu.step_io` for what lies there.
 
-    In the GPU's memory: control, the table of experts, and the u32 words epoch and counter.
-    Pinned: the ring of control blocks, the logits, the flags of outputs, choices of experts, done.
+    In the GPU's memory: control, the table of experts, the u32 words epoch and counter, and what
+    was chosen (`sampling_launches`). With several GPUs the table is a part of one of all layers,
+    from first_row on. Pinned: the ring of control blocks, the logits, the flags of
+    outputs, choices of experts, done, and host_chosen, what was chosen for each control block.
     """
 
     control: int = 0
     table: int = 0
+    first_row: int = 0
     epoch: int = 0
     counter: int = 0
     ring: int = 0
@@ -35,6 +41,8 @@ class StepMemory:
     flags: int = 0
     choices: int = 0
     done: int = 0
+    chosen: int = 0
+    host_chosen: int = 0
 
 
 class Mailboxes(Protocol):
@@ -43,14 +51,28 @@ class Mailboxes(Protocol):
     def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]: ...
 
 
+class Fetches(Protocol):
+    """Room for experts of one MoE layer after another; see `runtime.experts.fetched_experts`."""
+
+    def __len__(self) -> int: ...
+
+    def table(self, layer: int) -> int: ...
+
+    def arguments(self, layer: int) -> dict[str, int]: ...
+
+
 @dataclass(frozen=True)
 class PlanParts:
     """One plan's parts.
 
-    mailboxes   None: every expert is on the GPU
+    mailboxes   None: no expert is missed
+    fetches     None: experts are where the table says, or nowhere
+    states      of sequences, where the model has any
     overlapped  kernels start while their predecessors run (compute capability 9.0 or newer)
+    gpu         the one that performs it
     """
 
+    gpu: DeviceInfo
     model: Model
     weights: DeviceWeights
     memory: StepMemory
@@ -60,6 +82,8 @@ class PlanParts:
     room: Room
     constants: Constants
     mailboxes: Mailboxes | None
+    fetches: Fetches | None
+    states: GPUStates | None
     overlapped: bool
 
     @property
@@ -76,6 +100,13 @@ class PlanParts:
     def output_count(self) -> int:
         """Address of the number of outputs."""
         return self.memory.control + self.layout.counts + 4
+
+    @property
+    def held_states(self) -> GPUStates:
+        """The states of a model that has any."""
+        if self.states is None:
+            raise EngineBug("the model has no states")
+        return self.states
 
     def control(self, field: str) -> int:
         """Address of a field of `ControlLayout`."""
@@ -105,6 +136,10 @@ class DeviceRows:
             n_bytes = self.n_rows * record_bytes(kind, self.width)
             self._addresses[kind] = self._room.place(f"{self._name} {kind}", n_bytes)
         return self._addresses[kind]
+
+    def lies_at(self, kind: ActivationKind, address: int) -> None:
+        """The rows of this kind are at `address` already."""
+        self._addresses[kind] = address
 
     def wanted(self, kind: ActivationKind) -> int:
         """The address, or 0 where nobody asked."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ops.gpu.norm import norm
 from ops.gpu.quantize import BLOCK_VALUES, KINDS, quantize
-from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_fields
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes, record_fields
 
 NOTHING_PENDING: dict[str, int] = {
     "delta": 0,
@@ -19,6 +19,9 @@ NOTHING_PENDING: dict[str, int] = {
 }
 """The arguments of `ops.gpu.norm` that say what is added to the residual stream first."""
 
+MAX_GRID_ROWS = 1 << 15
+"""Rows of one launch: the second number of a grid ends at 65535."""
+
 
 def add_norm(
     parts: PlanParts,
@@ -29,12 +32,14 @@ def add_norm(
     pending: Mapping[str, int],
     *,
     outputs: bool = False,
+    x_stride: int | None = None,
 ) -> None:
     """x += pending; then the rows' RMS norm in every form that `out` is wanted in.
 
-    weight   None: x is updated, and nothing else
-    x        address of the residual stream, f32[n_tokens, n_embd]
-    outputs  the rows are those of the step's outputs, not all tokens
+    weight    None: x is updated, and nothing else
+    x         address of the residual stream, f32[n_tokens, n_embd]
+    outputs   the rows are those of the step's outputs, not all tokens
+    x_stride  values from a row of x to the next; None: a row's own
     """
     n = out.width
     wanted = out.wanted if weight is not None else (lambda kind: 0)
@@ -46,7 +51,7 @@ def add_norm(
             **NOTHING_PENDING,
             **pending,
             "x": x,
-            "x_stride": n,
+            "x_stride": n if x_stride is None else x_stride,
             "n": n,
             "count": parts.output_count if outputs else parts.token_count,
             "tokens": parts.control("output_tokens") if outputs else 0,
@@ -65,14 +70,17 @@ def add_records(parts: PlanParts, name: str, x: int, out: DeviceRows) -> None:
     for kind in KINDS:
         if not out.wanted(kind):
             continue
-        parts.plan.add(
-            f"{name}.{kind}",
-            quantize(kind),
-            (-(-out.width // BLOCK_VALUES), out.n_rows),
-            {
-                "x": x,
-                "records": out.wanted(kind),
-                "n": out.width,
-                **record_fields(kind, out.width),
-            },
-        )
+        for first in range(0, out.n_rows, MAX_GRID_ROWS):
+            n_rows = min(MAX_GRID_ROWS, out.n_rows - first)
+            parts.plan.add(
+                f"{name}.{kind}",
+                quantize(kind, overlapped=parts.overlapped),
+                (-(-out.width // BLOCK_VALUES), n_rows),
+                {
+                    "x": x + first * 4 * out.width,
+                    "records": out.wanted(kind) + first * record_bytes(kind, out.width),
+                    "n": out.width,
+                    **record_fields(kind, out.width),
+                },
+                overlapped=parts.overlapped,
+            )

@@ -15,19 +15,23 @@ from ops.gpu import embed as embed_kernel
 from ops.gpu.embed import embed
 from ops.gpu.expert import ADDRESSES
 from ops.gpu.step_io import refresh, refresh_blocks, report, report_blocks
-from runtime.engine.gpu.attention_launches import AttentionLaunches
 from runtime.engine.gpu.control import control_layout
 from runtime.engine.gpu.feed_forward_launches import (
     FeedForwardLaunches,
     choices_bytes,
     choices_place,
 )
+from runtime.engine.gpu.graph_ends import ALONE, GraphEnds, add_hand_over, add_take_over
 from runtime.engine.gpu.kv import GPUPages
 from runtime.engine.gpu.launch_plan import Constants, LaunchPlan, Room
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
-from runtime.engine.gpu.plan_parts import DeviceRows, Mailboxes, PlanParts, StepMemory
-from runtime.engine.gpu.row_launches import add_norm
-from runtime.engine.gpu.step_shape import StepShape
+from runtime.engine.gpu.memory_launches import MemoryLaunches, memory_values
+from runtime.engine.gpu.mixer_launches import MixerPlanner
+from runtime.engine.gpu.plan_parts import DeviceRows, Fetches, Mailboxes, PlanParts, StepMemory
+from runtime.engine.gpu.sampling_launches import Copy, add_sampling
+from runtime.engine.gpu.state_slots import GPUStates
+from runtime.engine.gpu.step_shape import Sampling, StepShape
+from runtime.engine.gpu.stream_launches import Residual, begin_residual, continue_residual
 from runtime.engine.gpu.weights import DeviceWeights
 from runtime.models.model import Model
 from runtime.models.spec import LayerSpec
@@ -46,7 +50,10 @@ class StepPlanner:
 
     mailboxes   what hands missed experts to the CPU; None: every expert is on the GPU, and
                 nobody wants to know which ones are used
+    fetches     where steps that fetch experts put them
     max_deltas  changes of the table of experts that a step may bring
+    states      of sequences, where the model has any
+    ends        what comes before and behind the model's layers, which may be some of a larger one's
     overlapped  kernels start while their predecessors run (compute capability 9.0 or newer)
     """
 
@@ -57,12 +64,17 @@ class StepPlanner:
         pages: GPUPages,
         *,
         mailboxes: Mailboxes | None = None,
+        fetches: Fetches | None = None,
         max_deltas: int = 0,
+        states: GPUStates | None = None,
+        ends: GraphEnds = ALONE,
         overlapped: bool,
     ) -> None:
         self.model = model
         self._weights, self._pages = weights, pages
         self._mailboxes, self._max_deltas = mailboxes, max_deltas
+        self._fetches, self._states = fetches, states
+        self._ends = ends
         self._overlapped = overlapped
 
     def plan(
@@ -78,28 +90,43 @@ class StepPlanner:
         layers: of these alone (`distinct_layers` need all the kernels and room that all need).
         """
         parts = PlanParts(
+            gpu=self._pages.gpu,
             model=self.model,
             weights=self._weights,
             memory=memory,
-            layout=control_layout(shape, self._pages.page_tokens, self._max_deltas),
+            layout=control_layout(
+                shape,
+                self._pages.page_tokens,
+                self._max_deltas,
+                has_states=self._ends.has_states or self._states is not None,
+                memory_values=self._ends.memories[0] or memory_values(self.model.spec),
+            ),
             shape=shape,
             plan=LaunchPlan(),
             room=room,
             constants=constants,
-            mailboxes=self._mailboxes,
+            mailboxes=None if shape.fetches else self._mailboxes,
+            fetches=self._fetches if shape.fetches else None,
+            states=self._states,
             overlapped=self._overlapped,
         )
         self._refresh(parts)
-        x = self._embed(parts)
-        attention = AttentionLaunches(parts, self._pages)
+        mixers = MixerPlanner(parts, self._pages)
         spec = self.model.spec
         table_stride = 8 * ADDRESSES * max(spec.n_expert_max, 1)
         feed_forwards = FeedForwardLaunches(parts, table_stride)
-        pending: Mapping[str, int] = {}
+        feed_forwards.begin()
+        memories = MemoryLaunches(parts, self._ends.memories[1])
+        residual, pending = self._begin(parts)
         for index in range(len(spec.layers)) if layers is None else layers:
             layer = spec.layers[index]
-            pending = self._layer(parts, index, layer, x, attention, feed_forwards, pending)
-        self._logits(parts, x, pending)
+            if layer.memory is not None:
+                residual.settle(f"{index}.settle", pending)
+                offset = layer.mixer.state_bytes
+                memories.add(index, layer.memory, residual.x, offset)
+                pending = {}
+            pending = self._layer(parts, index, layer, residual, mixers, feed_forwards, pending)
+        self._end(parts, residual, pending)
         return parts
 
     def distinct_layers(self) -> list[int]:
@@ -125,20 +152,23 @@ class StepPlanner:
         parts: PlanParts,
         index: int,
         layer: LayerSpec,
-        x: int,
-        attention: AttentionLaunches,
+        residual: Residual,
+        mixers: MixerPlanner,
         feed_forwards: FeedForwardLaunches,
         pending: Mapping[str, int],
     ) -> Mapping[str, int]:
         """Launches of one layer; what the next norm adds to the residual stream."""
         n, n_embd = parts.n_tokens, parts.model.spec.n_embd
         normed = DeviceRows(parts.room, "mixer input", n, n_embd)
-        attention.prepare(layer.mixer, normed)
-        add_norm(parts, f"{index}.mixer_norm", layer.mixer_norm, x, normed, pending)
-        added = attention.add(index, layer.mixer, normed)
+        mixer = mixers.of(layer.mixer)
+        mixer.prepare(layer.mixer, normed)
+        name, norm = f"{index}.mixer_norm", layer.mixer_norm
+        residual.enter(name, norm, layer.mixer_streams, normed, pending)
+        added = mixer.add(index, layer.mixer, normed)
         normed = DeviceRows(parts.room, "feed-forward input", n, n_embd)
         feed_forwards.prepare(layer.feed_forward, normed)
-        add_norm(parts, f"{index}.feed_forward_norm", layer.feed_forward_norm, x, normed, added)
+        name, norm = f"{index}.feed_forward_norm", layer.feed_forward_norm
+        residual.enter(name, norm, layer.feed_forward_streams, normed, added)
         return feed_forwards.add(index, layer.feed_forward, normed)
 
     def _refresh(self, parts: PlanParts) -> None:
@@ -155,21 +185,37 @@ class StepPlanner:
                 "control": memory.control,
                 "deltas_offset": layout.n_bytes,
                 "max_deltas": layout.max_deltas,
-                "table": memory.table,
+                "table": memory.table - 8 * ADDRESSES * memory.first_row,
             },
         )
 
+    def _begin(self, parts: PlanParts) -> tuple[Residual, Mapping[str, int]]:
+        """The residual: of the tokens, or of the GPU before; and what is to be added to it."""
+        if self._ends.taking is None:
+            return begin_residual(parts, self._embed(parts))
+        return continue_residual(parts, add_take_over(parts, self._ends.taking)), {}
+
+    def _end(self, parts: PlanParts, residual: Residual, pending: Mapping[str, int]) -> None:
+        """Logits, or the residual stream for the next GPU."""
+        if self._ends.giving is None:
+            self._logits(parts, residual, pending)
+            return
+        residual.settle("last_sum", pending)
+        add_hand_over(parts, residual.x, self._ends.giving)
+        self._report(parts, 0, LOGITS_ALIGN)
+
     def _embed(self, parts: PlanParts) -> int:
-        """Address of the residual stream, f32[n_tokens, n_embd]."""
+        """Address of the tokens' embeddings, f32[n_tokens, n_embd]."""
         spec = parts.model.spec
         n, fmt = spec.n_embd, parts.format_of(spec.token_embedding)
-        x = parts.room.place("x", 4 * parts.n_tokens * n)
+        x = parts.room.place("embeddings", 4 * parts.n_tokens * n)
         parts.plan.add(
             "embed",
             embed(fmt, overlapped=parts.overlapped),
             embed_kernel.grid(n, parts.n_tokens),
             {
                 "token_ids": parts.control("token_ids"),
+                "sampled": parts.memory.chosen,
                 "weights": parts.weights.matrix(spec.token_embedding),
                 "table": parts.grid_table(fmt),
                 "x": x,
@@ -181,16 +227,17 @@ class StepPlanner:
         )
         return x
 
-    def _logits(self, parts: PlanParts, x: int, pending: Mapping[str, int]) -> None:
+    def _logits(self, parts: PlanParts, residual: Residual, pending: Mapping[str, int]) -> None:
         """The outputs' rows: last norm, output matrix, report."""
         spec, shape = parts.model.spec, parts.shape
         n_rows, count = shape.n_outputs, parts.output_count
         out = DeviceRows(parts.room, "output input", max(n_rows, parts.n_tokens), spec.n_embd)
         want_inputs(parts, [spec.output], out)
         if shape.gathered:  # what is pending belongs to all tokens, the norm to some of them
-            add_norm(parts, "last_sum", None, x, out, pending)
+            residual.settle("last_sum", pending)
             pending = {}
-        add_norm(parts, "output_norm", spec.output_norm, x, out, pending, outputs=shape.gathered)
+        norm, streams = spec.output_norm, spec.output_streams
+        residual.enter("output_norm", norm, streams, out, pending, outputs=shape.gathered)
         stride = logits_stride(spec.n_vocab)
         logits = parts.room.place("logits", 4 * n_rows * stride)
         products = [Product(spec.output)]
@@ -198,26 +245,29 @@ class StepPlanner:
         self._report(parts, logits, stride)
 
     def _report(self, parts: PlanParts, logits: int, stride: int) -> None:
-        """Logits and, where a cache wants them, choices to the host."""
+        """Logits or tokens, if there are any, and choices that a cache wants, to the host."""
         spec, memory, count = parts.model.spec, parts.memory, parts.output_count
-        copies = 0
+        copies: list[Copy] = []
+        shown = bool(logits) and parts.shape.sampling is Sampling.HOST
+        if logits and not shown:
+            copies += add_sampling(parts, logits, stride)
         if self._mailboxes is not None:
-            copy = (choices_place(parts), memory.choices, choices_bytes(parts), 0)
-            copies = parts.constants.place(np.array(copy, np.uint64))
+            copies.append((choices_place(parts), memory.choices, choices_bytes(parts), 0))
+        listed = parts.constants.place(np.array(copies, np.uint64)) if copies else 0
         parts.plan.add(
             "report",
             report(overlapped=parts.overlapped),
-            (report_blocks(stride), 1 + parts.shape.n_outputs),
+            (report_blocks(stride), 1 + shown * parts.shape.n_outputs),
             {
                 "epoch": memory.epoch,
                 "count": count,
-                "logits": logits,
+                "logits": logits if shown else 0,
                 "n_vocab": spec.n_vocab,
                 "stride": stride,
                 "host_logits": memory.logits,
                 "flags": memory.flags,
-                "copies": copies,
-                "n_copies": int(copies != 0),
+                "copies": listed,
+                "n_copies": len(copies),
                 "counter": memory.counter,
                 "done": memory.done,
             },

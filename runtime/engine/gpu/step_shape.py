@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum, auto
 
 import numpy as np
 
+from ops.gpu.sampling import MAX_VOCAB
 from runtime.engine.executor import ExecutorLimits
-from runtime.engine.step import Step, StepKind
+from runtime.engine.ngram_rows import contexts_of
+from runtime.engine.step import I32, DeviceWork, Step, StepKind
 
 SMALL_BATCHES = (1, 2, 4, 8, 16, 31)
 """Tokens of the classes that the kernels for few tokens serve."""
@@ -22,9 +25,22 @@ LARGEST_DECODE = 128
 CONTEXTS = (512, 2048, 8192, 32768, 131072, 524288)
 """Positions that a class reaches: what attention's grid and the page tables are made for."""
 
+EDITS_PER_OUTPUT = 64
+"""As many tokens as penalties look back by default."""
+
+SPARE_EDITS = 192
+
 OUTPUTS = (1, 8, 31, 128)
 MAX_OUTPUTS = OUTPUTS[-1]
 """Rows of logits of a class; a step that wants more is performed in parts."""
+
+
+class Sampling(IntEnum):
+    """Who chooses the tokens of the outputs."""
+
+    HOST = auto()  # it gets the logits
+    BEST = auto()  # the GPU, and each is the one of the largest logit
+    CHAIN = auto()  # the GPU, or the host among its candidates
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class StepShape:
 
     n_context  positions that its sequences reach
     gathered   the outputs are not simply all tokens in their order
+    max_edits  logits that samplers may change, of all outputs together
+    fetches    experts that are not on the GPU are copied there, layer by layer
     """
 
     kind: StepKind
@@ -41,6 +59,14 @@ class StepShape:
     n_outputs: int
     n_context: int
     gathered: bool
+    sampling: Sampling = Sampling.HOST
+    fetches: bool = False
+
+    @property
+    def max_edits(self) -> int:
+        if self.sampling is not Sampling.CHAIN:
+            return 0
+        return SPARE_EDITS + EDITS_PER_OUTPUT * self.n_outputs
 
     @property
     def is_small(self) -> bool:
@@ -51,17 +77,22 @@ class StepShape:
 class StepShapes:
     """The classes of one executor.
 
-    max_batch  tokens of the largest class; longer steps are performed in parts
+    max_batch     tokens of the largest class; longer steps are performed in parts
+    fetch_tokens  from so many tokens on prompts fetch experts; None: they never do
     """
 
-    def __init__(self, limits: ExecutorLimits, max_batch: int) -> None:
+    def __init__(
+        self, limits: ExecutorLimits, max_batch: int, *, fetch_tokens: int | None = None
+    ) -> None:
         n = min(limits.max_step_tokens, max_batch)
         # A batch that is no class of its own is rounded up: decoding has a largest class too.
         sizes = [b for b in (*SMALL_BATCHES, *LARGE_BATCHES) if b < n]
         self._batches = [*sizes, n]
+        self._fetch_tokens = n + 1 if fetch_tokens is None else fetch_tokens
         self._max_sequences = limits.max_sequences
         n_positions = limits.n_pages * limits.page_tokens
-        self._made: dict[tuple[StepKind, int, int, int, bool], StepShape] = {}
+        self._made: dict[tuple[bool, int, int, int, bool, Sampling], StepShape] = {}
+        self._samples = limits.n_vocab <= MAX_VOCAB
         self._contexts = [*(c for c in CONTEXTS if c < n_positions), n_positions]
 
     @property
@@ -72,24 +103,49 @@ class StepShapes:
         """Tokens of the largest class of a kind."""
         return self.max_batch if kind is StepKind.PREFILL else min(self.max_batch, LARGEST_DECODE)
 
+    @property
+    def most_missed_tokens(self) -> int:
+        """Tokens of the largest class that does not fetch."""
+        few = [n for n in self._batches if n < self._fetch_tokens]
+        return max(self.most_tokens(StepKind.DECODE), few[-1] if few else 0)
+
     def of(self, step: Step) -> StepShape:
         """The smallest class that holds `step`, whose tokens are at most `most_tokens`."""
         n_tokens, n_outputs = step.n_tokens, len(step.output_tokens)
-        plain = n_outputs == n_tokens <= MAX_OUTPUTS and is_plain(step.output_tokens)
+        sampling = sampling_of(step.sampling)
+        plain = sampling is not Sampling.HOST or (
+            n_outputs == n_tokens <= MAX_OUTPUTS and is_plain(step.output_tokens)
+        )
         n_context = max(step.positions.tolist()) + 1
-        return self._shape(step.kind, n_tokens, n_context, None if plain else n_outputs)
+        return self._shape(step.kind, n_tokens, n_context, None if plain else n_outputs, sampling)
+
+    def samples(self, step: Step) -> bool:
+        """Whether there is a class of `step` that chooses the tokens, as its `sampling` says."""
+        works = step.sampling
+        n = step.n_tokens
+        if works is None or not self._samples or step.kind is not StepKind.DECODE:
+            return False
+        if n != len(works) or n > min(self.most_tokens(step.kind), MAX_OUTPUTS):
+            return False
+        if not is_plain(step.output_tokens):
+            return False
+        n_edits = sum([len(work.edits) for work in works])
+        if n_edits <= SPARE_EDITS:
+            return True
+        return n_edits <= self._shape(step.kind, n, 1, None, Sampling.CHAIN).max_edits
 
     def biggest(self) -> list[StepShape]:
         """Classes of which one needs the most memory of any."""
         longest = self._contexts[-1]
         return [
-            self._shape(kind, self.most_tokens(kind), longest, OUTPUTS[-1]) for kind in StepKind
+            *(self._shape(k, self.most_tokens(k), longest, OUTPUTS[-1]) for k in StepKind),
+            *self._sampling(self.most_tokens(StepKind.DECODE), longest),
         ]
 
     def largest(self) -> list[StepShape]:
         """Classes that together need every kernel, and the most memory, of any."""
         longest = self._contexts[-1]
-        return [
+        shapes = [
             self._shape(kind, n_tokens, longest, n_outputs)
             for kind in StepKind
             for n_tokens in self._batches
@@ -97,25 +153,46 @@ class StepShapes:
             for n_outputs in (None, *OUTPUTS)
             if n_outputs is not None or n_tokens <= MAX_OUTPUTS
         ]
+        return [*shapes, *self._sampling(self.most_tokens(StepKind.DECODE), longest)]
 
     def first(self, kind: StepKind) -> list[StepShape]:
         """Classes of short contexts and few sequences whose tokens are all outputs."""
         n = min(self._max_sequences, self.max_batch, SMALL_BATCHES[-1])
         batches = {self._batches[bisect_left(self._batches, k)] for k in range(1, n + 1)}
-        return [self._shape(kind, batch, 1, None) for batch in sorted(batches)]
+        shapes = [self._shape(kind, batch, 1, None) for batch in sorted(batches)]
+        if kind is StepKind.DECODE:
+            shapes += [shape for batch in sorted(batches) for shape in self._sampling(batch, 1)]
+        return shapes
+
+    def _sampling(self, n_tokens: int, n_context: int) -> list[StepShape]:
+        """The classes that choose the tokens of so many outputs."""
+        if not self._samples:
+            return []
+        kinds = (Sampling.BEST, Sampling.CHAIN)
+        return [self._shape(StepKind.DECODE, n_tokens, n_context, None, kind) for kind in kinds]
 
     def _shape(
-        self, kind: StepKind, n_tokens: int, n_context: int, n_outputs: int | None
+        self,
+        kind: StepKind,
+        n_tokens: int,
+        n_context: int,
+        n_outputs: int | None,
+        sampling: Sampling = Sampling.HOST,
     ) -> StepShape:
         """n_outputs None: all tokens in their order."""
         batch = self._batches[bisect_left(self._batches, n_tokens)]
         context = self._contexts[bisect_left(self._contexts, n_context)]
         most = batch if n_outputs is None else OUTPUTS[bisect_left(OUTPUTS, n_outputs)]
-        key = (kind, batch, context, most, n_outputs is not None)
+        # Hashing the kind itself takes longer than all the rest.
+        is_prefill = kind is StepKind.PREFILL
+        key = (is_prefill, batch, context, most, n_outputs is not None, sampling)
         shape = self._made.get(key)
         if shape is None:
             n_sequences = min(batch, self._max_sequences)
-            shape = StepShape(kind, batch, n_sequences, min(batch, most), context, key[-1])
+            fetches = kind is StepKind.PREFILL and batch >= self._fetch_tokens
+            shape = StepShape(
+                kind, batch, n_sequences, min(batch, most), context, *key[-2:], fetches
+            )
             self._made[key] = shape
         return shape
 
@@ -123,6 +200,14 @@ class StepShapes:
 def is_plain(output_tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> bool:
     """Whether these are 0, 1, 2, ..."""
     return output_tokens.tolist() == list(range(len(output_tokens)))
+
+
+def sampling_of(works: Sequence[DeviceWork] | None) -> Sampling:
+    """What chooses the tokens of a step whose outputs need these works."""
+    if works is None:
+        return Sampling.HOST
+    is_plain = all([work.k == 1 and not len(work.edits) for work in works])
+    return Sampling.BEST if is_plain else Sampling.CHAIN
 
 
 def parts_of(step: Step, max_batch: int) -> list[slice]:
@@ -153,5 +238,18 @@ def part_of(step: Step, span: slice) -> tuple[Step, Sequence[int]]:
         step.rows[span],
         step.page_tables,
         (wanted[rows] - span.start).astype(np.int32),
+        state_slots=step.state_slots,
+        previous_tokens=_before(step, span),
     )
     return part, rows.tolist()
+
+
+def _before(step: Step, span: slice) -> I32 | None:
+    """`Step.previous_tokens` of the step of these tokens alone."""
+    if step.previous_tokens is None:
+        return None
+    before = step.previous_tokens.copy()
+    first = span.start + np.flatnonzero(np.diff(step.rows[span], prepend=-1))
+    contexts = contexts_of(step, before.shape[1] + 1)
+    before[step.rows[first]] = contexts[first, 1:]
+    return before

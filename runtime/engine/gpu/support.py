@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ops.gpu.attention import PROMPT_ROWS
-from ops.gpu.kv_layout import VALUE_DIMS
+from ops.gpu.attention import MAX_DIM_V
+from ops.gpu.kv_layout import KEY_DIMS, VALUE_DIMS
 from ops.gpu.norm import MAX_N
+from ops.gpu.norm import VALUES as NORM_VALUES
 from ops.gpu.router import MAX_EXPERTS, MAX_GROUPS, MAX_USED
 from ops.gpu.row_launch import GPU_FORMATS
+from runtime.engine.gpu.delta_net_launches import delta_net_obstacles
+from runtime.engine.gpu.indexer_launches import indexer_obstacles
+from runtime.engine.gpu.memory_launches import memory_obstacles
+from runtime.engine.gpu.stream_launches import stream_obstacles
+from runtime.models.delta_net import DeltaNetSpec
+from runtime.models.latent_attention import LatentAttentionSpec
 from runtime.models.model import Model
 from runtime.models.spec import (
     AttentionSpec,
     DenseSpec,
     FeedForward,
     LayerSpec,
+    Mixer,
     ModelSpec,
     MoeSpec,
     RouterSpec,
@@ -27,11 +35,13 @@ ROW_VALUES = 16
 """Rows of f32 values with nothing between them begin at multiples of 64 bytes."""
 
 COMPUTED: Mapping[type, tuple[str, ...]] = {
-    ModelSpec: (),
-    LayerSpec: (),
+    ModelSpec: ("n_stream", "output_streams"),
+    LayerSpec: ("mixer_streams", "feed_forward_streams", "memory"),
     AttentionSpec: (
-        "qk_norm", "q_norm", "k_norm", "window", "sinks", "value_scale", "gated",
+        "qk_norm", "q_norm", "k_norm", "window", "sinks", "value_scale", "gated", "indexer",
     ),
+    LatentAttentionSpec: ("query_norm", "indexer", "reads_as_before"),
+    DeltaNetSpec: ("decay_floor",),
     DenseSpec: ("activation", "activation_limit"),
     MoeSpec: ("activation", "activation_limit", "shared"),
     RouterSpec: ("scale", "selection_bias", "n_groups", "n_groups_used"),
@@ -48,6 +58,8 @@ def obstacles(model: Model) -> list[str]:
 def _obstacles(model: Model) -> Iterator[str]:
     spec = model.spec
     yield from _unknown_parts(spec)
+    yield from stream_obstacles(model)
+    yield from memory_obstacles(spec)
     if spec.n_embd % ROW_VALUES or spec.n_embd > MAX_N:
         yield f"rows of {spec.n_embd} values"
     for tensor in (spec.token_embedding, *(linear.weight for linear in spec.linears)):
@@ -56,7 +68,7 @@ def _obstacles(model: Model) -> Iterator[str]:
             yield f"matrices of format {name}"
     for layer in spec.layers:
         yield from _unknown_parts(layer)
-        yield from _mixer_obstacles(layer)
+        yield from _mixer_obstacles(layer.mixer)
         yield from _feed_forward_obstacles(layer.feed_forward)
 
 
@@ -70,17 +82,39 @@ def _unknown_parts(spec: Any) -> Iterator[str]:
             yield f"{part.name} of {type(spec).__name__}"
 
 
-def _mixer_obstacles(layer: LayerSpec) -> Iterator[str]:
-    mixer = layer.mixer
-    if not isinstance(mixer, AttentionSpec):
+def _mixer_obstacles(mixer: Mixer) -> Iterator[str]:
+    known = MIXERS.get(type(mixer))
+    if known is None:
         yield f"layers of the kind {type(mixer).__name__.removesuffix('Spec')}"
         return
     yield from _unknown_parts(mixer)
-    for dim in (mixer.head_dim_k, mixer.head_dim_v):
-        if dim % VALUE_DIMS:
-            yield f"attention heads of {dim} values"
-    if mixer.n_head // mixer.n_head_kv > PROMPT_ROWS:
-        yield f"{mixer.n_head} heads that share {mixer.n_head_kv}"
+    yield from known(mixer)
+    indexer = getattr(mixer, "indexer", None)
+    if indexer is not None:
+        yield from indexer_obstacles(indexer)
+
+
+def _attention_obstacles(mixer: AttentionSpec) -> Iterator[str]:
+    yield from _head_obstacles(mixer.head_dim_k, mixer.head_dim_v)
+    if mixer.n_head * mixer.head_dim_v % ROW_VALUES:
+        yield f"attention of {mixer.n_head} heads of {mixer.head_dim_v} values"
+
+
+def _latent_obstacles(mixer: LatentAttentionSpec) -> Iterator[str]:
+    yield from _head_obstacles(mixer.dim_k, mixer.dim_latent)
+    if mixer.dim_nope % ROW_VALUES or mixer.dim_rope % KEY_DIMS:
+        yield f"queries of {mixer.dim_nope} and {mixer.dim_rope} values"
+    if mixer.n_head * mixer.dim_v % ROW_VALUES:
+        yield f"latent attention of {mixer.n_head} heads of {mixer.dim_v} values"
+    if mixer.query_norm is not None and mixer.query[0].n_out % NORM_VALUES:
+        yield f"narrow queries of {mixer.query[0].n_out} values"
+
+
+def _head_obstacles(dim_k: int, dim_v: int) -> Iterator[str]:
+    if dim_k % KEY_DIMS:
+        yield f"keys of {dim_k} values"
+    if dim_v % VALUE_DIMS or dim_v > MAX_DIM_V:
+        yield f"attention heads of {dim_v} values"
 
 
 def _feed_forward_obstacles(block: FeedForward) -> Iterator[str]:
@@ -97,3 +131,11 @@ def _feed_forward_obstacles(block: FeedForward) -> Iterator[str]:
     gate, up = block.gate_up[0], block.gate_up[-1]
     if gate is up and (gate.bias is not None or gate.scale is not None):
         yield "experts whose gate and up matrices are one, with biases or scales"
+
+
+MIXERS: Mapping[type, Callable[[Any], Iterator[str]]] = {
+    AttentionSpec: _attention_obstacles,
+    LatentAttentionSpec: _latent_obstacles,
+    DeltaNetSpec: delta_net_obstacles,
+}
+"""The kinds of mixers that have launches, and what stands in the way of one."""

@@ -20,33 +20,52 @@ def expert_linears(spec: ModelSpec) -> Iterator[Linear]:
             yield from layer.feed_forward.expert_linears
 
 
-def dense_matrices(spec: ModelSpec) -> tuple[str, ...]:
+def multiplied(spec: ModelSpec, *, outputs: bool = True) -> Iterator[Linear]:
+    """Every matrix that is multiplied, without those behind the layers if there are no outputs."""
+    if outputs:
+        yield from spec.linears
+        return
+    for layer in spec.layers:
+        yield from layer.linears
+
+
+def dense_matrices(
+    spec: ModelSpec, *, embeds: bool = True, outputs: bool = True
+) -> tuple[str, ...]:
     """Tensors that are used as they lie in the file."""
     experts = {linear.weight for linear in expert_linears(spec)}
-    names = [spec.token_embedding, *(linear.weight for linear in spec.linears)]
+    names = [spec.token_embedding] if embeds else []
+    names += [linear.weight for linear in multiplied(spec, outputs=outputs)]
     return tuple(dict.fromkeys(name for name in names if name not in experts))
 
 
-def vectors(spec: ModelSpec) -> tuple[str, ...]:
+def vectors(spec: ModelSpec, *, outputs: bool = True) -> tuple[str, ...]:
     """Tensors that kernels read as f32 values: norms, biases, scales of experts."""
-    names = [spec.output_norm, *(name for layer in spec.layers for name in layer.vectors)]
-    for linear in spec.linears:
+    names = [spec.output_norm] if outputs else []
+    names += [name for layer in spec.layers for name in layer.vectors]
+    for linear in multiplied(spec, outputs=outputs):
         names += [name for name in (linear.bias, linear.scale) if name is not None]
     return tuple(dict.fromkeys(names))
 
 
 class DeviceWeights:
-    """Addresses of the tensors named by `dense_matrices` and `vectors`."""
+    """Addresses of the tensors named by `dense_matrices` and `vectors`.
 
-    def __init__(self, device: Device, model: Model) -> None:
+    embeds, outputs  the embedding table, and what comes behind the layers, are needed here
+    """
+
+    def __init__(
+        self, device: Device, model: Model, *, embeds: bool = True, outputs: bool = True
+    ) -> None:
         """Allocates; `load` fills.  Raises: OutOfDeviceMemory, CudaError."""
+        self.block_shared_bytes = device.info.block_shared_bytes
         self._sources: dict[str, Callable[[], U8]] = {}
         sizes: dict[str, int] = {}
-        for name in dense_matrices(model.spec):
+        for name in dense_matrices(model.spec, embeds=embeds, outputs=outputs):
             weight = model.weights[name]
             self._sources[name] = lambda weight=weight: flat(weight.data)  # type: ignore[misc]
             sizes[name] = weight.n_bytes
-        for name in vectors(model.spec):
+        for name in vectors(model.spec, outputs=outputs):
             values = flat(model.weights[name].to_f32().astype(np.float32))
             self._sources[_vector(name)] = lambda values=values: values  # type: ignore[misc]
             sizes[_vector(name)] = values.nbytes

@@ -10,25 +10,32 @@ from collections.abc import Callable, Iterator
 from tests.support.cases import (
     activate,
     attention,
+    delta_net,
     embed,
     expert,
+    fetch,
     gemm,
+    handover,
     heads,
+    indexer,
     latent_heads,
     linear,
     mailbox,
+    ngram_memory,
     norm,
     quantize,
     router,
     sample,
     sampling,
     step_io,
+    streams,
 )
 from tests.support.cases.case import Case
 
 SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (
     quantize.cases,
     expert.cases,
+    fetch.cases,
     linear.cases,
     embed.cases,
     mailbox.cases,
@@ -38,10 +45,15 @@ SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (
     step_io.cases,
     sampling.cases,
     sample.cases,
+    handover.cases,
     heads.cases,
     latent_heads.cases,
     attention.cases,
     gemm.cases,
+    delta_net.cases,
+    streams.cases,
+    ngram_memory.cases,
+    indexer.cases,
 )
 
 

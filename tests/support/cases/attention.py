@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout, quantize_rows
 from ops.gpu.attention import (
@@ -77,6 +78,7 @@ class Placed:
     q: F32 = field(init=False)
     n_given: int = 0
     arguments: dict[str, float] = field(init=False)
+    masks: NDArray[np.uint32] = field(init=False)
 
     def __post_init__(self) -> None:
         s, shape, m = self.setting, self.shape, self.machine
@@ -92,6 +94,9 @@ class Placed:
         q = generator.normal(size=(n, s.n_head, shape.dim_k)) * 1.5 / np.sqrt(shape.dim_k)
         self.q = q.astype(np.float32)
         self.q[0] *= 4  # a few keys have all the weight
+        if shape.row_buffers:
+            content = [(k, k[..., : shape.dim_v]) for k, _ in self.sequences.content]
+            self.sequences = replace(self.sequences, content=content)
         tables, pages = self.sequences.tables, self.sequences.pages
         layout = pages.parameters()
         self.arguments = {
@@ -103,7 +108,7 @@ class Placed:
             "page_tables": m.place(tables, writable=False),
             "q": m.place(self.q, writable=False),
             "k_pages": m.place(pages.keys, writable=False),
-            "v_pages": m.place(pages.values, writable=False),
+            "v_pages": 0 if shape.row_buffers else m.place(pages.values, writable=False),
             "n_head": s.n_head,
             "group": s.group,
             "table_stride": tables.shape[1],
@@ -111,10 +116,30 @@ class Placed:
             "v_page_bytes": layout["v_page_bytes"],
             "window": s.window,
         }
+        if shape.chooses:
+            self.masks = generator.integers(0, 1 << 32, (n, tables.shape[1]), np.uint32)
+            self.masks[0, 0] = 1  # no key of its further pages
+            self.masks[0, 1:] = 0
+            for i, (_, position) in enumerate(s.tokens):
+                self.masks[i, position // 32] |= np.uint32(1 << position % 32)
+            self.arguments["masks"] = m.place(self.masks, writable=False)
+            self.arguments["mask_stride"] = tables.shape[1]
+
+    def _read(self, token: int, keys: Array, position: int) -> Array:
+        """The keys or values f32[n_head_kv, n, dim] that the token reads, up to its position."""
+        bits = np.unpackbits(self.masks[token].view(np.uint8), bitorder="little")
+        return keys[:, np.flatnonzero(bits[: position + 1])]
 
     def expected(self, sinks: F32 | None = None) -> F32:
         """Outputs f32[n_tokens, n_head, dim_v]."""
         s = self.setting
+        if self.shape.chooses:
+            chosen = []
+            for i, (sequence, position) in enumerate(s.tokens):
+                content = [self._read(i, x, position) for x in self.sequences.content[sequence]]
+                n = content[0].shape[1]
+                chosen.append(attention_reference(self.q[i], *content, n - 1))
+            return np.stack(chosen)
         rows = [
             attention_reference(
                 self.q[i], *self.sequences.content[sequence], position, s.window, sinks,
@@ -305,7 +330,7 @@ LARGE = (
     (AttentionShape(128, 128, "q8_0", "q8_0"), Setting(1, 16, ((0, 9000),))),
     (AttentionShape(64, 64), Setting(8, 8, ((0, 5000),), window=128)),
     (AttentionShape(192, 128), Setting(16, 4, ((0, 6000),))),
-    (AttentionShape(*LATENT_DIMS, overlapped=True), Setting(128, 1, ((0, 2500),))),
+    (AttentionShape(*LATENT_DIMS, overlapped=True, row_buffers=2), Setting(128, 1, ((0, 2500),))),
     (AttentionShape(256, 256), Setting(8, 2, ((0, 6000), (0, 6001)))),
 )
 
@@ -338,7 +363,8 @@ def cases() -> Iterator[Case]:
         setting = SETTINGS[shape.dim_k, shape.dim_v]
         for each in (setting, LONG):
             yield Case(str(each), attention(shape), partial(run_splits, shape, each))
-        for each in () if (shape.dim_k, shape.dim_v) == LATENT_DIMS else PROMPTS:
+        no_prompts = (shape.dim_k, shape.dim_v) == LATENT_DIMS or shape.chooses
+        for each in () if no_prompts else PROMPTS:
             yield Case(str(each)[:60], attention_prompt(shape), partial(run_prompt, shape, each))
     for shape, setting in LARGE:
         yield Case(str(setting), attention(shape), partial(run_splits, shape, setting), True)

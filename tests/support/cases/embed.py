@@ -1,4 +1,6 @@
-"""`embed` against `ops.quants`: three of four tokens of a small vocabulary."""
+"""`embed` against `ops.quants`: four of five tokens of a small vocabulary.
+
+One of them was chosen on the device, one has no id."""
 
 from __future__ import annotations
 
@@ -18,22 +20,25 @@ from tests.support.machines import Machine
 SMALL_N, LARGE_N = 2304, 4096
 """More than a block's values, not a whole number of blocks."""
 
-TOKEN_IDS = (6, 0, 3, 1)
-N_COUNTED = 3
+TOKEN_IDS = (6, -2, 3, -1, 1)
+SAMPLED = (-1, 5)
+RESULTING_IDS = (6, 5, 3, 0)
+N_COUNTED = 4
 N_VOCAB = 7
 
 
 def run_embed(fmt: BlockFormat, n: int, m: Machine) -> Outcome:
-    """x f32[4, n]; the last token is beyond the count."""
+    """x f32[5, n]; the last token is beyond the count."""
     matrix = random_rows(fmt, N_VOCAB, n, seed=4)
     expected = np.full((len(TOKEN_IDS), n), UNTOUCHED)
-    expected[:N_COUNTED] = embed_reference(fmt, matrix[list(TOKEN_IDS[:N_COUNTED])])
+    expected[:N_COUNTED] = embed_reference(fmt, matrix[list(RESULTING_IDS)])
     x = m.place(np.full(expected.shape, UNTOUCHED))
     m.launch(
         embed(fmt, overlapped=True),
         grid(n, len(TOKEN_IDS)),
         {
             "token_ids": m.place(np.array(TOKEN_IDS, np.int32), writable=False),
+            "sampled": m.place(np.array(SAMPLED, np.int32), writable=False),
             "weights": place_matrix(m, matrix),
             "table": place_table(m, fmt),
             "x": x,

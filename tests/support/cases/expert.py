@@ -21,7 +21,13 @@ from ops.gpu.expert import (
     launches,
 )
 from ops.gpu.kernel import format_table
-from ops.gpu.row_launch import BLOCK_FORMATS, RowLaunch, best_launch
+from ops.gpu.row_launch import (
+    BLOCK_FORMATS,
+    RowLaunch,
+    best_team,
+    down_launch,
+    gate_up_launch,
+)
 from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32
 from tests.support.blocks import random_rows
@@ -214,19 +220,28 @@ def _optional(m: Machine, shape: Experts, values: Array) -> int:
 
 def cases() -> Iterator[Case]:
     """Small shapes for the catalog's variants; real ones for the best team."""
-    for launch, fmt in launches():
-        yield from _pair(fmt, small(fmt), launch)
+    for gate_up, down, fmt in launches():
+        yield from _pair(fmt, small(fmt), gate_up, down)
     for name in BLOCK_FORMATS:
         fmt = FORMATS[name]
         for shape in LARGE:
-            yield from _pair(fmt, [shape], best_launch(fmt, shape.n), large=True)
-    yield from _pair(FORMATS["Q4_K"], [CLAMPED], RowLaunch(32))
+            team = best_team(fmt, shape.n)
+            yield from _pair(
+                fmt, [shape], gate_up_launch(fmt, team), down_launch(fmt, team), large=True
+            )
+    q4_k = FORMATS["Q4_K"]
+    yield from _pair(q4_k, [CLAMPED], gate_up_launch(q4_k, 32), down_launch(q4_k, 32))
 
 
 def _pair(
-    fmt: BlockFormat, shapes: list[Experts], launch: RowLaunch, *, large: bool = False
+    fmt: BlockFormat,
+    shapes: list[Experts],
+    for_gate_up: RowLaunch,
+    for_down: RowLaunch,
+    *,
+    large: bool = False,
 ) -> Iterator[Case]:
-    gate_up, down = expert_gate_up(fmt, launch), expert_down(fmt, launch)
+    gate_up, down = expert_gate_up(fmt, for_gate_up), expert_down(fmt, for_down)
     for shape in shapes:
-        yield Case(str(shape), gate_up, partial(run_gate_up, fmt, launch, shape), large)
-        yield Case(str(shape), down, partial(run_down, fmt, launch, shape), large)
+        yield Case(str(shape), gate_up, partial(run_gate_up, fmt, for_gate_up, shape), large)
+        yield Case(str(shape), down, partial(run_down, fmt, for_down, shape), large)

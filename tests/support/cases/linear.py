@@ -26,7 +26,7 @@ Shape = tuple[int, tuple[int, ...]]
 """Values of a row, rows of the matrices."""
 
 LARGE = [(2048, (4096, 512, 512)), (4096, (2048,)), (768, (2048, 2048))]
-LARGE_FLOAT = [(2048, (128,)), (2880, (32, 128))]
+LARGE_FLOAT = [(2048, (128,)), (2880, (32, 128)), (7168, (256,)), (10240, (64,))]
 
 N_TOKENS, N_COUNTED = 3, 2
 GAP = 5
@@ -34,9 +34,10 @@ GAP = 5
 
 
 def small(fmt: BlockFormat) -> list[Shape]:
-    """More than a chunk or more than a round, with rows left over; of floats also values."""
+    """More than a chunk or more than a round, with rows left over; of floats also values, and more
+    chunks than buffers."""
     if is_float(fmt):
-        return [(1100, (3, 10)), (260, (70,))]
+        return [(1100, (3, 10)), (260, (70,)), (8772, (3,))]
     return [(2560 if ODD_BLOCKS % fmt.block_elems else ODD_BLOCKS, (3, 10)), (768, (70,))]
 
 

@@ -50,7 +50,7 @@ SMALL = {
         512, counted=True, gather=True, delta=True, kinds=("f32", "q8_256", "q8_32")
     ),
     "experts in slots": Setting(
-        288, k=5, slots=True, shared=True, shared_weights=True, kinds=("f32", "q8_32"), scale=1e3
+        288, k=10, slots=True, shared=True, shared_weights=True, kinds=("f32", "q8_32"), scale=1e3
     ),
     "a delta and experts": Setting(768, delta=True, k=8, shared=True, kinds=("f32", "q8_256")),
     "nothing added": Setting(8, kinds=("f32",), scale=1e-4),

@@ -39,13 +39,13 @@ def rows(n: int) -> F32:
     return x
 
 
-def run(kind: ActivationKind, n: int, machine: Machine) -> Outcome:
+def run(kind: ActivationKind, n: int, overlapped: bool, machine: Machine) -> Outcome:
     """All records as one array of bytes, the NaNs among the scales made alike."""
     x = rows(n)
     scales_offset, sums_offset, record_bytes = activation_layout(kind, n)
     records = machine.place(np.zeros((len(x), record_bytes), np.uint8))
     machine.launch(
-        quantize(kind),
+        quantize(kind, overlapped=overlapped),
         (-(-n // BLOCK_VALUES), len(x)),
         {
             "x": machine.place(x, writable=False),
@@ -73,4 +73,6 @@ def alike(kind: ActivationKind, n: int, records: Array) -> Array:
 def cases() -> Iterator[Case]:
     for shapes, large in ((SMALL, False), (LARGE, True)):
         for kind, n in shapes:
-            yield Case(f"{n}", quantize(kind), partial(run, kind, n), large)
+            for overlapped in (False, True):
+                kernel = quantize(kind, overlapped=overlapped)
+                yield Case(f"{n}", kernel, partial(run, kind, n, overlapped), large)

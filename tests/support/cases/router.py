@@ -16,6 +16,8 @@ from ops.gpu.router import (
     group,
     group_reference,
     group_shared_bytes,
+    in_place,
+    in_place_word,
     route,
     route_reference,
     sigmoid,
@@ -35,6 +37,7 @@ class Setting:
     gap     values between the logits of two tokens
     shared  there is a shared expert with a gate
     counted the grid has a token more than there are
+    every   half of the experts have no address, and some of those are read in place; 0: all have
     """
 
     n_expert: int
@@ -45,6 +48,7 @@ class Setting:
     shared: bool = False
     table: bool = True
     counted: bool = False
+    every: int = 0
 
 
 SMALL = {
@@ -55,6 +59,9 @@ SMALL = {
     "all of 5": Setting(5, Routing(5)),
     "groups": Setting(64, Routing(6, SIGMOID, 8, 3, True, 2.5), biased=True),
     "chosen first, in groups": Setting(264, Routing(6, SOFTMAX_SELECTED, 8, 3), biased=True),
+    "softmax in groups": Setting(40, Routing(5, n_groups=4, n_groups_used=2)),
+    "some in place": Setting(128, Routing(8, renormalise=True), every=3),
+    "chosen first, every other one in place": Setting(32, Routing(4, SOFTMAX_SELECTED), every=2),
     "groups of one": Setting(8, Routing(3, SIGMOID, 8, 4), biased=True),
 }
 
@@ -87,7 +94,13 @@ def run_route(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
     launched = tokens + setting.counted
     rng = np.random.default_rng(1)
     bias = rng.normal(size=n).astype(np.float32) if setting.biased else None
-    table = rng.integers(0, 1 << 60, (n, 4), np.uint64)
+    table = rng.integers(1, 1 << 60, (n, 4), np.uint64)
+    host_rows = rng.integers(1, 1 << 60, (n, 4), np.uint64)
+    if setting.every:
+        first_row = machine.place(host_rows, writable=False)
+        table[::2, :3] = 0
+        for expert in range(0, n, 2):
+            table[expert, 3] = in_place_word(first_row + 32 * expert, setting.every)
     joined = np.zeros((tokens, n + setting.gap), np.float32)
     joined[:, :n] = logits
     gates = np.array([[0.5, 9], [-80, 9], [np.inf, 9], [np.nan, 9]], np.float32)
@@ -119,6 +132,7 @@ def run_route(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
             "renormalise": int(routing.renormalise),
             "scale": routing.scale,
             "table": given(table, setting.table),
+            "in_place": int(setting.every > 0),
             "shared_logits": given(gates, setting.shared),
             "shared_stride": 2,
             "choices": places[0],
@@ -132,6 +146,9 @@ def run_route(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
     expected[0][:tokens], expected[1][:tokens] = choices, weights
     if setting.table:
         expected[2][: tokens * k] = table[choices.reshape(-1)]
+        if setting.every:
+            pulled = in_place(choices % 2 == 0, setting.every).reshape(-1)
+            expected[2][: tokens * k][pulled, :3] = host_rows[choices.reshape(-1)[pulled], :3]
         expected[2][tokens * k :] = 0
     if setting.shared:
         expected[3][:tokens] = sigmoid(gates[:, 0])

@@ -95,7 +95,7 @@ def edits_of(setting: Setting) -> tuple[Array, Array, Array]:
 
 
 def run(setting: Setting, kernel: Kernel, m: Machine) -> Outcome:
-    """Ids, logits and flags, as bytes; the counters have to be 0 again."""
+    """Ids, logits, flags and tokens, as bytes; the counters have to be 0 again."""
     n, rows = setting.n_vocab, len(setting.k)
     launched, stride = rows + setting.counted, -(-n // 4) * 4
     logits, (first, edits, penalties) = logits_of(setting, stride), edits_of(setting)
@@ -105,8 +105,9 @@ def run(setting: Setting, kernel: Kernel, m: Machine) -> Outcome:
         np.full((launched, MAX_K), UNTOUCHED, np.float32),
         np.full(launched, UNTOUCHED, np.uint32),
         np.zeros(launched, np.uint32),
+        np.full(launched, UNTOUCHED, np.int32),
     ]
-    ids, values, flags, counters = (m.place(out) for out in outs)
+    ids, values, flags, counters, tokens = (m.place(out) for out in outs)
     m.launch(
         kernel,
         (candidates_blocks(n), launched),
@@ -125,11 +126,12 @@ def run(setting: Setting, kernel: Kernel, m: Machine) -> Outcome:
             "counters": counters,
             "ids": ids,
             "values": values,
+            "tokens": tokens,
         },
     )
     result = [
         m.read(place, out.dtype, out.shape)
-        for place, out in zip((ids, values, flags, counters), outs, strict=True)
+        for place, out in zip((ids, values, flags, counters, tokens), outs, strict=True)
     ]
     for row, wanted in enumerate(setting.k):
         raw = logits[row, :n]
@@ -141,6 +143,7 @@ def run(setting: Setting, kernel: Kernel, m: Machine) -> Outcome:
         outs[0][row, :wanted] = -1
         outs[0][row, : len(best)] = best
         outs[1][row, : len(best)] = best_logits
+        outs[4][row] = best[0]
     result[1] += np.float32(0)  # -0 equals 0
     outs[1] += np.float32(0)
     return Outcome(_joined(result), _joined(outs))

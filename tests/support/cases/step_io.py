@@ -75,11 +75,16 @@ def run_report(n_vocab: int, stride: int, shown: bool, kernel: Kernel, m: Machin
     logits[:, n_vocab:] = np.nan
     logits[1, n_vocab - 1] = -np.inf
     results = [np.arange(1000, dtype=np.uint32), np.arange(8, dtype=np.uint32)]
-    host = [np.full(part.nbytes + 16, UNTOUCHED, np.uint8) for part in results]
+    strides = (0, 64)
+    starts = [epoch % RING * stride for stride in strides]
+    host = [
+        np.full(start + part.nbytes + 16, UNTOUCHED, np.uint8)
+        for part, start in zip(results, starts, strict=True)
+    ]
     places = [m.place(part) for part in host]
     copies = [
-        [m.place(part, writable=False), to, part.nbytes, 0]
-        for part, to in zip(results, places, strict=True)
+        [m.place(part, writable=False), to, part.nbytes, stride]
+        for part, to, stride in zip(results, places, strides, strict=True)
     ]
     host_logits = m.place(np.full((rows, stride), UNTOUCHED, np.uint32))
     flags, counter = m.place(np.full(rows, 7, np.uint32)), m.place(np.zeros(1, np.uint32))
@@ -101,8 +106,8 @@ def run_report(n_vocab: int, stride: int, shown: bool, kernel: Kernel, m: Machin
             "done": done,
         },
     )
-    for part, to in zip(results, host, strict=True):
-        to[: part.nbytes] = part.view(np.uint8)
+    for part, to, start in zip(results, host, starts, strict=True):
+        to[start : start + part.nbytes] = part.view(np.uint8)
     rows_copied = np.full((rows, stride), UNTOUCHED, np.uint32)
     if shown:
         whole = -(-n_vocab // 4) * 4

@@ -1,0 +1,29 @@
+"""Files that outlive a run: routing traces and expert usage.  Imports numpy and msgpack only."""
+
+from __future__ import annotations
+
+from profiles.errors import ProfileError
+from profiles.routing_trace import Phase, RoutingTrace, join, load_trace, save_trace
+from profiles.usage_profile import (
+    ModelIdentity,
+    UsageProfile,
+    load_profile,
+    save_profile,
+    scaled_down,
+    tensor_hash,
+)
+
+__all__ = [
+    "ModelIdentity",
+    "Phase",
+    "ProfileError",
+    "RoutingTrace",
+    "UsageProfile",
+    "join",
+    "load_profile",
+    "load_trace",
+    "save_profile",
+    "save_trace",
+    "scaled_down",
+    "tensor_hash",
+]

@@ -1,0 +1,226 @@
+"""What sparse attention reads, as launches: keys of blocks, scores, a token's best blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ops.gpu.heads import NORM_HEAD, NORM_NONE, heads, heads_grid, heads_shared_bytes
+from ops.gpu.indexer import (
+    MAX_DIM,
+    SLICES,
+    index_keys,
+    index_keys_grid,
+    index_scores,
+    index_select,
+)
+from runtime.engine.gpu.kv import LayerCache
+from runtime.engine.gpu.matrix_launches import Output, Product, add_products
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
+from runtime.engine.gpu.rope_fields import rope_fields
+from runtime.models.indexer import IndexerSpec
+from runtime.models.linear import Linear
+from runtime.models.rope import RopePairing
+
+FLOATS = 4
+"""Parts of a row begin at multiples of so many values: 16-byte loads."""
+
+NOTHING_KEPT = {
+    "k_pages": 0, "v_pages": 0, "k_cache": 0, "k_page_bytes": 0, "k_head_bytes": 0, "v_cache": 0,
+    "v_page_bytes": 0, "v_head_bytes": 0, "k_first": 0, "v_first": 0, "n_head_kv": 0, "k_norm": 0,
+}  # fmt: skip
+"""The arguments of `ops.gpu.heads` for queries alone."""
+
+
+class IndexerLaunches:
+    """Adds what comes before the attention of layers with an indexer.
+
+    masks  address of the last choice, u32[n_tokens, pages]; 0: every earlier key is read
+    """
+
+    def __init__(self, parts: PlanParts) -> None:
+        self._parts = parts
+        self.masks = 0
+
+    def add(
+        self,
+        layer: int,
+        indexer: IndexerSpec,
+        cache: LayerCache,
+        x: DeviceRows,
+        narrow: DeviceRows | None = None,
+    ) -> None:
+        """Keep the keys of blocks; choose, where a token may have a choice.
+
+        x       the layer's normed input, asked for what `inputs` need
+        narrow  what queries are made from, where it is not x; asked for likewise
+        """
+        parts, n = self._parts, self._parts.n_tokens
+        starts, at = {}, 0
+        for name, linear in inputs(indexer, is_narrow=narrow is not None).items():
+            starts[name] = at
+            at += -(-linear.n_out // FLOATS) * FLOATS
+        rows = parts.room.place(f"index products {at}", 4 * n * at)
+        products = [
+            Product(linear, starts[name])
+            for name, linear in inputs(indexer, is_narrow=narrow is not None).items()
+        ]
+        out = Output(rows, at)
+        add_products(parts, f"{layer}.index", products, x, out, parts.token_count, n)
+        places = {name: (rows + 4 * start, at) for name, start in starts.items()}
+        self._keys(layer, indexer, cache, places)
+        self.masks = 0
+        if parts.shape.n_context // indexer.block <= indexer.n_best:
+            return
+        if narrow is not None:
+            width = indexer.query.n_out
+            at_queries = parts.room.place(f"index queries {width}", 4 * n * width)
+            out = Output(at_queries, width)
+            query = [Product(indexer.query)]
+            add_products(parts, f"{layer}.index_query", query, narrow, out, parts.token_count, n)
+            places["query"] = (at_queries, width)
+        if indexer.query_norm is not None or indexer.rope is not None:
+            places["query"] = self._heads(layer, indexer, *places["query"])
+        self._choose(layer, indexer, cache, places)
+
+    def _keys(
+        self,
+        layer: int,
+        indexer: IndexerSpec,
+        cache: LayerCache,
+        places: dict[str, tuple[int, int]],
+    ) -> None:
+        parts, vector, states = self._parts, self._parts.weights.vector, self._parts.held_states
+        key, gate = places["key"], places.get("gate", (0, 0))
+        turning = rope_fields(parts, indexer.rope)
+        parts.plan.add(
+            f"{layer}.index_keys",
+            index_keys(overlapped=parts.overlapped),
+            index_keys_grid(parts.n_tokens),
+            {
+                "counts": parts.token_count,
+                "rows": parts.control("rows"),
+                "spans": parts.control("spans"),
+                "states": states.address(layer),
+                "slot_bytes": states.slot_bytes,
+                **self._pages(cache),
+                "keys": key[0],
+                "keys_stride": key[1],
+                "gates": gate[0],
+                "gates_stride": gate[1],
+                "key_norm": vector(indexer.key_norm),
+                "key_bias": vector(indexer.key_bias),
+                "pool_bias": vector(indexer.pool_bias),
+                "dim": indexer.head_dim,
+                "block": indexer.block,
+                "turns": turning["turns"],
+                "n_rot": turning["n_rot"],
+                "magnitude": turning["magnitude"],
+                "eps": parts.model.spec.eps,
+                "key_eps": indexer.key_eps,
+            },
+            overlapped=parts.overlapped,
+        )
+
+    def _heads(self, layer: int, indexer: IndexerSpec, rows: int, stride: int) -> tuple[int, int]:
+        """The queries after norm and rope, and the values from one token's to the next."""
+        parts, dim, width = self._parts, indexer.head_dim, indexer.n_head * indexer.head_dim
+        queries = parts.room.place(f"turned index queries {width}", 4 * parts.n_tokens * width)
+        parts.plan.add(
+            f"{layer}.index_heads",
+            heads(overlapped=parts.overlapped),
+            heads_grid(indexer.n_head, 0, parts.n_tokens),
+            {
+                **NOTHING_KEPT,
+                "counts": parts.token_count,
+                "positions": parts.control("positions"),
+                "cell_pages": parts.control("cell_pages"),
+                "qkv": rows,
+                "q": queries,
+                "q_norm": parts.weights.vector(indexer.query_norm),
+                "row_values": stride,
+                "q_stride": dim,
+                "n_head": indexer.n_head,
+                "dim_k": dim,
+                "dim_v": dim,
+                "norm_kind": NORM_NONE if indexer.query_norm is None else NORM_HEAD,
+                "eps": parts.model.spec.eps,
+                "q_scale": 1.0,
+                **rope_fields(parts, indexer.rope),
+            },
+            shared_bytes=heads_shared_bytes(dim, dim),
+            overlapped=parts.overlapped,
+        )
+        return queries, width
+
+    def _choose(
+        self,
+        layer: int,
+        indexer: IndexerSpec,
+        cache: LayerCache,
+        places: dict[str, tuple[int, int]],
+    ) -> None:
+        parts, n = self._parts, self._parts.n_tokens
+        max_blocks = -(-parts.shape.n_context // indexer.block)
+        scores = parts.room.place(f"index scores {max_blocks}", 4 * n * max_blocks)
+        query, weight = places["query"], places.get("weight", (0, 0))
+        sizes = {"block": indexer.block, "n_best": indexer.n_best, "max_blocks": max_blocks}
+        step = {"counts": parts.token_count, "positions": parts.control("positions")}
+        parts.plan.add(
+            f"{layer}.index_scores",
+            index_scores(overlapped=parts.overlapped),
+            (max(1, SLICES // n), n),
+            {
+                **step,
+                **sizes,
+                "rows": parts.control("rows"),
+                **self._pages(cache),
+                "queries": query[0],
+                "queries_stride": query[1],
+                "weights": weight[0],
+                "weights_stride": weight[1],
+                "scores": scores,
+                "n_head": indexer.n_head,
+                "dim": indexer.head_dim,
+                "scale": indexer.scale,
+            },
+            overlapped=parts.overlapped,
+        )
+        stride = parts.layout.max_pages
+        # A unit of keys is two pages: one word further may be read, and what it says is not used.
+        self.masks = parts.room.place(f"key masks {stride}", 4 * (n * stride + 1))
+        parts.plan.add(
+            f"{layer}.index_select",
+            index_select(overlapped=parts.overlapped),
+            (n,),
+            {**step, **sizes, "scores": scores, "masks": self.masks, "mask_stride": stride},
+            overlapped=parts.overlapped,
+        )
+
+    def _pages(self, cache: LayerCache) -> dict[str, int]:
+        parts = self._parts
+        return {
+            "page_tables": parts.control("page_tables"),
+            "table_stride": parts.layout.max_pages,
+            "pages": cache.index_pages,
+            "page_bytes": cache.index_page_bytes,
+        }
+
+
+def inputs(indexer: IndexerSpec, *, is_narrow: bool) -> dict[str, Linear]:
+    """The matrices that multiply the layer's input, by what they give."""
+    named = {
+        "query": None if is_narrow else indexer.query,
+        "key": indexer.key,
+        "gate": indexer.pool_gate,
+        "weight": indexer.weight,
+    }
+    return {name: linear for name, linear in named.items() if linear is not None}
+
+
+def indexer_obstacles(indexer: IndexerSpec) -> Iterator[str]:
+    """Why the kernels cannot choose so."""
+    rope, dim = indexer.rope, indexer.head_dim
+    if dim % 16 or dim > MAX_DIM:
+        yield f"a choice of keys by {dim} values"
+    if rope is not None and (rope.pairing is not RopePairing.NEOX or rope.n_rot % 8):
+        yield f"a choice of keys with {rope.n_rot} values turned as {rope.pairing.name}"

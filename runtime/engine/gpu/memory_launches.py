@@ -1,0 +1,120 @@
+"""N-gram tables as launches: rows that the host gathered, into the residual streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ops.gpu.ngram_memory import (
+    N_TAPS,
+    ngram_convolution,
+    ngram_convolution_grid,
+    ngram_gate,
+)
+from ops.gpu.streams import N_STREAM, block_of
+from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
+from runtime.engine.gpu.row_launches import add_records
+from runtime.models.ngram_memory import NgramMemorySpec
+from runtime.models.spec import ModelSpec
+
+ROW_VALUES = 16
+"""Gathered rows of f32 values with nothing between them begin at multiples of 64 bytes."""
+
+
+class MemoryLaunches:
+    """The launches of layers with a memory, in the order of their rows in the control block."""
+
+    def __init__(self, parts: PlanParts, values_before: int) -> None:
+        """values_before: values of a token in the block before those of the first memory."""
+        self._parts, self._values_before = parts, values_before
+
+    def add(self, layer: int, memory: NgramMemorySpec, x: int, state_offset: int) -> None:
+        """Add the rows to the streams at x; the memory's state is so far into the layer's."""
+        parts, n = self._parts, self._parts.n_tokens
+        n_embd, width = memory.value.n_out, memory.key.n_out
+        gathered = DeviceRows(parts.room, "gathered", n, memory.key.n_in)
+        at = parts.control("memories") + 4 * n * self._values_before
+        self._values_before += memory.key.n_in
+        gathered.lies_at("f32", at)
+        want_inputs(parts, memory.linears, gathered)
+        add_records(parts, f"{layer}.memory", at, gathered)
+        keys = parts.room.place("memory keys", 4 * n * width)
+        values = parts.room.place("memory values", 4 * n * n_embd)
+        for name, linear, out in (("key", memory.key, keys), ("value", memory.value, values)):
+            add_products(
+                parts,
+                f"{layer}.memory_{name}",
+                [Product(linear)],
+                gathered,
+                Output(out, linear.n_out),
+                parts.token_count,
+                n,
+            )
+        u = parts.room.place("memory convolved", 4 * n * width)
+        self._gate(layer, memory, x, keys, values, u)
+        self._convolution(layer, memory, x, u, state_offset)
+
+    def _gate(
+        self, layer: int, memory: NgramMemorySpec, x: int, keys: int, values: int, u: int
+    ) -> None:
+        parts, vector = self._parts, self._parts.weights.vector
+        parts.plan.add(
+            f"{layer}.memory_gate",
+            ngram_gate(block_of(memory.value.n_out), overlapped=parts.overlapped),
+            (N_STREAM, parts.n_tokens),
+            {
+                "count": parts.token_count,
+                "x": x,
+                "keys": keys,
+                "values": values,
+                "key_norm": vector(memory.key_norm),
+                "query_norm": vector(memory.query_norm),
+                "conv_norm": vector(memory.conv_norm),
+                "u": u,
+                "n": memory.value.n_out,
+                "eps": parts.model.spec.eps,
+            },
+            overlapped=parts.overlapped,
+        )
+
+    def _convolution(
+        self, layer: int, memory: NgramMemorySpec, x: int, u: int, state_offset: int
+    ) -> None:
+        parts, n_channels, states = self._parts, memory.key.n_out, self._parts.held_states
+        parts.plan.add(
+            f"{layer}.memory_convolution",
+            ngram_convolution(overlapped=parts.overlapped),
+            ngram_convolution_grid(n_channels, parts.n_tokens),
+            {
+                "counts": parts.token_count,
+                "rows": parts.control("rows"),
+                "spans": parts.control("spans"),
+                "states": states.address(layer) + state_offset,
+                "u": u,
+                "taps": parts.weights.vector(memory.conv),
+                "x": x,
+                "slot_bytes": states.slot_bytes,
+                "n_channels": n_channels,
+                "dilation": memory.n_gram,
+            },
+            overlapped=parts.overlapped,
+        )
+
+
+def memories_of(spec: ModelSpec) -> list[NgramMemorySpec]:
+    """The memories of all layers, in their order."""
+    return [layer.memory for layer in spec.layers if layer.memory is not None]
+
+
+def memory_values(spec: ModelSpec) -> int:
+    """f32 values of a token that the host gathers for the model's memories."""
+    return sum(memory.key.n_in for memory in memories_of(spec))
+
+
+def memory_obstacles(spec: ModelSpec) -> Iterator[str]:
+    """Why the kernels cannot compute a model's memories."""
+    for memory in memories_of(spec):
+        if spec.n_stream != N_STREAM or memory.n_taps != N_TAPS:
+            yield f"a memory of {memory.n_taps} taps and {spec.n_stream} streams"
+        if memory.key.n_in % ROW_VALUES:
+            yield f"a memory of rows of {memory.key.n_in} values"

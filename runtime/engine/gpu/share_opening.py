@@ -1,0 +1,293 @@
+"""ShareOpening: one GPU's memory, kernels and graphs, in the order in which they come to be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from ops.gpu.expert import ADDRESSES
+from runtime.cuda.device import Device
+from runtime.cuda.memory import DeviceBuffer, slot_bytes
+from runtime.cuda.module import CubinCache
+from runtime.cuda.stream import Stream
+from runtime.engine.executor import ExecutorLimits
+from runtime.engine.gpu.captured_steps import CapturedSteps, Needs, needs_of
+from runtime.engine.gpu.control import ControlRing
+from runtime.engine.gpu.experts import ExpertStore, ResidentExperts, expert_bytes
+from runtime.engine.gpu.functions import Functions
+from runtime.engine.gpu.graph_ends import GraphEnds
+from runtime.engine.gpu.kv import CacheSizes, GPUPages
+from runtime.engine.gpu.links import Links
+from runtime.engine.gpu.plan_parts import Mailboxes, StepMemory
+from runtime.engine.gpu.results import Results
+from runtime.engine.gpu.sampling_launches import DEVICE_CHOSEN_BYTES
+from runtime.engine.gpu.settings import GPUSettings
+from runtime.engine.gpu.share import Share
+from runtime.engine.gpu.state_slots import GPUStates, StateSizes
+from runtime.engine.gpu.step_graph import StepPlanner
+from runtime.engine.gpu.step_shape import StepShape
+from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
+from runtime.engine.gpu.weights import DeviceWeights
+from runtime.errors import DeviceUnavailable
+
+logger = logging.getLogger(__name__)
+
+MARGIN_BYTES = 256 << 20
+"""VRAM left for graphs, modules and the driver's own needs."""
+
+FIRST_EPOCH = 1
+
+
+class ShareOpening:
+    """`open_dense`, `open_states`, `measure`, `hold`, `plan`, `assemble`, `capture`, in this order.
+
+    links        None: this GPU has the whole model
+    expert_room  bytes that are left for experts; set by `measure`
+    first_row    of this GPU's rows in the table of experts of all of them
+    """
+
+    stream: Stream
+    weights: DeviceWeights
+    pages: GPUPages
+    experts: ExpertStore
+    functions: Functions
+    needs: Needs
+    room: DeviceBuffer
+
+    def __init__(
+        self, share: Share, device: Device, settings: GPUSettings, resources: ExitStack
+    ) -> None:
+        self.share, self.device, self.settings = share, device, settings
+        self.model = share.model
+        self._own = resources.callback
+        self.overlapped = device.info.capability >= (9, 0)
+        self.states: GPUStates | None = None
+        self.state_sizes = StateSizes(share.model.spec)
+        self.expert_room = 0
+        self._room_bytes = 0
+        self.first_row = 0
+        self._free_bytes = usable_bytes(device, settings)
+        self._ends = GraphEnds()
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the table of this GPU's experts."""
+        spec = self.model.spec
+        return len(spec.layers) * max(spec.n_expert_max, 1)
+
+    def open_dense(self, limits: ExecutorLimits) -> None:
+        """Memory of the dense weights and of the pages, which are cleared.
+
+        Raises: DeviceUnavailable where what has to be on the GPU is larger than its memory;
+        ConfigError, OutOfDeviceMemory, CudaError.
+        """
+        share, settings = self.share, self.settings
+        self.weights = DeviceWeights(
+            self.device, self.model, embeds=share.embeds, outputs=share.outputs
+        )
+        self._own(self.weights.close)
+        sizes = CacheSizes(self.model.spec, settings.cache_type_k, settings.cache_type_v)
+        needed = self.weights.n_bytes + sizes.n_bytes(limits.n_pages)
+        if needed + MARGIN_BYTES > self._free_bytes:
+            raise DeviceUnavailable(
+                f"{needed / 2**30:.1f} GiB of dense weights, keys and values do not fit the "
+                f"{self._free_bytes / 2**30:.1f} GiB of the GPU that may be used"
+            )
+        self.pages = GPUPages(self.device, sizes, limits.n_pages)
+        self._own(self.pages.close)
+        self.stream = Stream(self.device, "steps")
+        self._own(self.stream.close)
+        self.pages.clear(self.stream)
+        self.stream.synchronize()
+
+    def state_slots(self) -> int:
+        """Of sequences' states, as many as fit; 0: the layers have none.  Raises: ConfigError."""
+        held = self.weights.n_bytes + self.pages.n_bytes + MARGIN_BYTES
+        settings = self.settings
+        return self.state_sizes.slots(
+            settings.max_sequences, settings.n_snapshots, self._free_bytes - held
+        )
+
+    def open_states(self, n_slots: int) -> None:
+        """The states of sequences, where the layers have any.  Raises: OutOfDeviceMemory."""
+        if self.state_sizes.slot_bytes == 0:
+            return
+        self.states = GPUStates(self.device, self.state_sizes, n_slots)
+        self._own(self.states.close)
+
+    def join(self, links: Links, index: int) -> None:
+        """Take the residual stream from the GPU before, give it to the next."""
+        before, behind = links.between[index - 1 : index], links.between[index : index + 1]
+        self._ends = GraphEnds(
+            taking=before[0].taking() if before else None,
+            giving=behind[0].giving() if behind else None,
+        )
+
+    def measure(
+        self,
+        shapes: list[StepShape],
+        link_bytes: int,
+        *,
+        has_states: bool,
+        memories: tuple[int, int] = (0, 0),
+    ) -> None:
+        """What is left for experts beside all else; link_bytes take part of it.
+
+        memories: see `GraphEnds`.
+
+        Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor.
+        """
+        self._ends = GraphEnds(self._ends.taking, self._ends.giving, has_states, memories)
+        needs = needs_of(self._planner(None, 0), shapes)
+        needs.check(self.device.info)
+        held = self.weights.n_bytes + self.pages.n_bytes + needs.room_bytes + MARGIN_BYTES
+        held += link_bytes + (0 if self.states is None else self.states.n_bytes)
+        self.expert_room = self._free_bytes - held
+        self._room_bytes = needs.room_bytes
+
+    def shrink(self) -> None:
+        """Leave less for experts where others have taken the GPU's memory since it was looked at.
+
+        Raises: CudaError.
+        """
+        left = self.device.free_bytes() - self._room_bytes
+        if left >= self.expert_room or not self.model.spec.n_expert_max:
+            return
+        self.expert_room = max(left - MARGIN_BYTES, 0)
+        logger.warning(
+            "another process took memory of %s meanwhile: %.1f GiB are left for experts",
+            self.device.info.name,
+            self.expert_room / 2**30,
+        )
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all its experts are to be on the GPU."""
+        wanted, n_expert = self.settings.moe_expert_cache, self.model.spec.n_expert_max
+        fits = expert_bytes(self.model) <= self.expert_room
+        return n_expert == 0 or (fits and (wanted == -1 or wanted >= n_expert))
+
+    def hold(self, experts: ExpertStore | None) -> None:
+        """Keep these experts; None: all of them.  Raises: OutOfDeviceMemory, CudaError."""
+        self.experts = ResidentExperts(self.device, self.model) if experts is None else experts
+        self._own(self.experts.close)
+
+    def load(self, moved: Callable[[int], None]) -> None:
+        """Move the tensors to the GPU.  Raises: PinningFailed, CudaError; what `moved` raises."""
+        self.weights.load(moved)
+        self.experts.load(moved)
+
+    def plan(self, mailboxes: Mailboxes | None, max_deltas: int, shapes: list[StepShape]) -> None:
+        """What its graphs will take."""
+        self.planner = self._planner(mailboxes, max_deltas)
+        self.needs = needs_of(self.planner, shapes)
+
+    def assemble(self, cache: CubinCache, assembled: Callable[[], object]) -> None:
+        """Load the kernels.  Raises: PtxCompileError, CudaError."""
+        self.functions = Functions(self.device, cache)
+        self._own(self.functions.close)
+        self.functions.load(self.needs.kernels.values(), assembled)
+
+    def capture(
+        self,
+        ring: ControlRing,
+        results: Results,
+        tables: Sequence[int],
+        done: int | None,
+        first_choice: int | None,
+    ) -> CapturedSteps:
+        """Room for its graphs, which are captured when they are needed.
+
+        tables        rows of each GPU's table of experts, this one's among them at first_row
+        done          address of the u32 that gets a step's number at its end; None: that of results
+        first_choice  where the choices of its layers' experts begin among all; None: nobody wants
+                      them
+        Raises: OutOfDeviceMemory, CudaError.
+        """
+        self.room = DeviceBuffer(self.device, self.needs.room_bytes, "activations")
+        self._own(self.room.close)
+        memory = self._memory(ring, results, tables, done, first_choice or 0)
+        steps = CapturedSteps(
+            self.device, self.planner, self.functions, memory, ring, self.room, first_choice
+        )
+        self._own(steps.close)
+        return steps
+
+    def facts(self) -> dict[str, object]:
+        """What this GPU is and holds."""
+        info = self.device.info
+        return {
+            "gpu": info.name,
+            "architecture": info.architecture,
+            "overlapped_launches": self.overlapped,
+            "weights_bytes": self.weights.n_bytes,
+            "activation_bytes": self.room.nbytes,
+            "kernels": len(self.functions),
+        }
+
+    def _planner(self, mailboxes: Mailboxes | None, max_deltas: int) -> StepPlanner:
+        return StepPlanner(
+            self.model,
+            self.weights,
+            self.pages,
+            mailboxes=mailboxes,
+            fetches=None if mailboxes is None else self.experts.fetches,
+            max_deltas=max_deltas,
+            states=self.states,
+            ends=self._ends,
+            overlapped=self.overlapped,
+        )
+
+    def _memory(
+        self,
+        ring: ControlRing,
+        results: Results,
+        tables: Sequence[int],
+        done: int | None,
+        first_choice: int,
+    ) -> StepMemory:
+        """The memory that all graphs share, with its first contents."""
+        table = np.zeros((sum(tables), ADDRESSES), np.uint64)
+        own = self.experts.table().reshape(-1, ADDRESSES)
+        table[self.first_row :][: self.n_rows] = own
+        words = np.array([FIRST_EPOCH, 0], np.uint32)
+        control_bytes = self.needs.control_bytes
+        parts = (slot_bytes(control_bytes), slot_bytes(words.nbytes), DEVICE_CHOSEN_BYTES)
+        state = DeviceBuffer(self.device, sum(parts) + slot_bytes(table.nbytes), "step state")
+        self._own(state.close)
+        control = state.address
+        epoch = control + parts[0]
+        chosen = epoch + parts[1]
+        table_at = chosen + parts[2]
+        transfers = [
+            Transfer(control, np.zeros(control_bytes, np.uint8)),
+            Transfer(epoch, flat(words)),
+            Transfer(chosen, np.zeros(DEVICE_CHOSEN_BYTES, np.uint8)),
+            Transfer(table_at, flat(table)),
+        ]
+        transfer_all(self.device, transfers)
+        shift = results.shift_on(self.device)
+        return StepMemory(
+            control=control,
+            table=table_at + 8 * ADDRESSES * self.first_row,
+            first_row=self.first_row,
+            epoch=epoch,
+            counter=epoch + 4,
+            ring=ring.address_on(self.device),
+            ring_stride=ring.stride,
+            logits=results.logits_address + shift,
+            flags=results.flags_address + shift,
+            choices=results.choices_address + shift + 4 * first_choice,
+            done=results.done_address + shift if done is None else done,
+            chosen=chosen,
+            host_chosen=results.chosen_address + shift,
+        )
+
+
+def usable_bytes(device: Device, settings: GPUSettings) -> int:
+    """Of the GPU's memory, as it is now."""
+    free, limit = device.free_bytes(), settings.vram_limit
+    return free if limit is None else min(free, limit)

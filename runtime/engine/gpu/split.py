@@ -1,0 +1,214 @@
+"""What belongs to several GPUs, behind the interfaces of what belongs to one.
+
+Every GPU holds its own layers' pages, states, experts and graphs; a step is one launch on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from runtime.cuda.graph import Graph
+from runtime.cuda.stream import Stream
+from runtime.engine.gpu.captured_steps import CapturedStep, CapturedSteps
+from runtime.engine.gpu.control import Delta
+from runtime.engine.gpu.experts import I32, ExpertStore
+from runtime.engine.gpu.kv import GPUPages
+from runtime.engine.gpu.links import Links
+from runtime.engine.gpu.state_slots import GPUStates
+from runtime.engine.gpu.step_shape import StepShape
+from runtime.errors import CudaError
+
+
+class SplitStream:
+    """The streams of all GPUs, in the order of their layers."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.streams = tuple(streams)
+
+    def idle(self) -> bool:
+        """Whether all work of all of them has ended.  Raises: DeviceLost, CudaError."""
+        return all([stream.idle() for stream in self.streams])  # each one tells of a lost device
+
+
+class SplitGraph:
+    """The graphs of one step."""
+
+    def __init__(self, graphs: Sequence[Graph], links: Links) -> None:
+        self._graphs, self._links = tuple(graphs), links
+
+    def launch(self, stream: SplitStream) -> None:
+        """Put each into its stream.
+
+        Raises: CudaError, DeviceLost; EngineBug after a launch that failed on some of the GPUs,
+        which are no longer at the same step.
+        """
+        self._links.check_together()
+        launched = 0
+        try:
+            for graph, own in zip(self._graphs, stream.streams, strict=True):
+                graph.launch(own)
+                launched += 1
+        except CudaError as error:
+            if launched:
+                self._links.part(error)
+            raise
+
+
+class SplitSteps:
+    """The graphs of every shape."""
+
+    def __init__(self, steps: Sequence[CapturedSteps], links: Links) -> None:
+        self._steps, self._links = tuple(steps), links
+        self._made: dict[StepShape, CapturedStep] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def of(self, shape: StepShape) -> CapturedStep:
+        """See `CapturedSteps.of`."""
+        made = self._made.get(shape)
+        if made is None:
+            captured = [steps.of(shape) for steps in self._steps]
+            last = captured[-1]
+            made = self._made[shape] = CapturedStep(
+                shape=shape,
+                graph=SplitGraph([steps.graph(shape) for steps in self._steps], self._links),
+                writers=last.writers,
+                n_launches=sum(step.n_launches for step in captured),
+                choices_places=tuple(place for step in captured for place in step.choices_places),
+            )
+        return made
+
+    def is_captured(self, shape: StepShape) -> bool:
+        return shape in self._made
+
+
+class SplitPages:
+    """The pages: what a page's tokens have in all layers."""
+
+    def __init__(self, parts: Sequence[GPUPages]) -> None:
+        self._parts, self.sizes = tuple(parts), SplitSizes(parts)
+        self.n_pages, self.page_tokens = parts[0].n_pages, parts[0].page_tokens
+        self.n_bytes = sum(part.n_bytes for part in parts)
+
+    def copy(self, copies: Sequence[tuple[int, int]], stream: SplitStream) -> None:
+        """See `GPUPages.copy`."""
+        for part, own in zip(self._parts, stream.streams, strict=True):
+            part.copy(copies, own)
+
+    def save(self, pages: Sequence[int], stream: SplitStream) -> bytes:
+        """See `GPUPages.save`; GPU after GPU."""
+        streams = zip(self._parts, stream.streams, strict=True)
+        return b"".join(part.save(pages, own) for part, own in streams)
+
+    def load(self, pages: Sequence[int], image: bytes, stream: SplitStream) -> None:
+        """See `GPUPages.load`."""
+        if len(image) != len(pages) * self.sizes.page_bytes:
+            raise ValueError(
+                f"an image of {len(image)} bytes is not {len(pages)} pages of "
+                f"{self.sizes.page_bytes}"
+            )
+        sizes = [len(pages) * part.sizes.page_bytes for part in self._parts]
+        for part, own, piece in zip(
+            self._parts, stream.streams, _pieces(image, sizes), strict=True
+        ):
+            part.load(pages, piece, own)
+
+
+class SplitSizes:
+    """Bytes of a page on all GPUs together."""
+
+    def __init__(self, parts: Sequence[GPUPages]) -> None:
+        self.page_bytes = sum(part.sizes.page_bytes for part in parts)
+        self.cache_types = parts[0].sizes.cache_types
+
+
+class SplitStates:
+    """The states: what a sequence has in all layers."""
+
+    def __init__(self, parts: Sequence[GPUStates | None]) -> None:
+        """parts  of each GPU; None: its layers have none."""
+        self._parts = tuple(parts)
+        held = self._held
+        self.n_slots = held[0].n_slots
+        self.slot_bytes = sum(part.slot_bytes for part in held)
+
+    @property
+    def _held(self) -> list[GPUStates]:
+        return [part for part in self._parts if part is not None]
+
+    def _each(self, stream: SplitStream) -> list[tuple[GPUStates, Stream]]:
+        both = zip(self._parts, stream.streams, strict=True)
+        return [(part, own) for part, own in both if part is not None]
+
+    def copy(self, copies: Sequence[tuple[int, int]], stream: SplitStream) -> None:
+        """See `GPUStates.copy`."""
+        for part, own in self._each(stream):
+            part.copy(copies, own)
+
+    def save(self, slot: int, stream: SplitStream) -> bytes:
+        """See `GPUStates.save`; GPU after GPU."""
+        return b"".join(part.save(slot, own) for part, own in self._each(stream))
+
+    def load(self, slot: int, image: bytes, stream: SplitStream) -> None:
+        """See `GPUStates.load`."""
+        if len(image) != self.slot_bytes:
+            raise ValueError(f"an image of {len(image)} bytes is not a state of {self.slot_bytes}")
+        pieces = _pieces(image, [part.slot_bytes for part in self._held])
+        for (part, own), piece in zip(self._each(stream), pieces, strict=True):
+            part.load(slot, piece, own)
+
+    def describe(self) -> dict[str, object]:
+        """See `GPUStates.describe`."""
+        return {
+            "state_bytes": sum(part.n_bytes for part in self._held),
+            "state_slot_bytes": self.slot_bytes,
+            "state_slots": self.n_slots,
+        }
+
+
+class SplitExperts:
+    """`StepExperts` of several GPUs, each with its own cache.
+
+    rows    of the tables of the GPUs together, where each one's begin
+    layers  MoE layers of each GPU that the choices of a step are of; 0: nothing is missed there
+    """
+
+    def __init__(
+        self, stores: Sequence[ExpertStore], rows: Sequence[int], layers: Sequence[int]
+    ) -> None:
+        self._stores, self._rows = tuple(stores), tuple(rows)
+        self._layers = [slice(*edges) for edges in pairwise((0, *accumulate(layers)))]
+
+    def before_step(self) -> Sequence[Delta]:
+        """See `ExpertStore`; the rows are counted through all GPUs' tables."""
+        return [
+            (first + row, gate, up, down)
+            for store, first in zip(self._stores, self._rows, strict=True)
+            for row, gate, up, down in store.before_step()
+        ]
+
+    def while_running(self) -> None:
+        for store in self._stores:
+            store.while_running()
+
+    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
+        for store, layers in zip(self._stores, self._layers, strict=True):
+            store.after_step(choices[layers], fetched=fetched)
+
+    def describe(self) -> dict[str, object]:
+        """Numbers are those of all GPUs together, words the first GPU's that says any."""
+        facts: dict[str, object] = {}
+        for store in self._stores:
+            for name, value in store.describe().items():
+                known = facts.get(name)
+                if isinstance(value, int) and isinstance(known, int):
+                    facts[name] = known + value
+                else:
+                    facts.setdefault(name, value)
+        return facts
+
+
+def _pieces(image: bytes, sizes: Sequence[int]) -> list[bytes]:
+    return [image[start:end] for start, end in pairwise((0, *accumulate(sizes)))]

@@ -1,0 +1,147 @@
+"""Lifetime use of a model's experts: found at the start, kept in a file while the engine runs.
+
+The start looks in the model's profile, else in the model's own file (`moe_cache.expert_usage`).
+Several engines may share a profile: saving adds what is new to what the file holds by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiles import (
+    ModelIdentity,
+    ProfileError,
+    UsageProfile,
+    load_profile,
+    save_profile,
+    scaled_down,
+    tensor_hash,
+)
+from runtime.config import environment
+from runtime.models.gguf import GGUFFile
+from runtime.models.gguf_header import MetadataValue
+from runtime.models.model import Model
+from runtime.models.spec import ModelSpec, MoeSpec
+
+logger = logging.getLogger(__name__)
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+USAGE_KEY = "moe_cache.expert_usage"
+SAVE_SECONDS = 180.0
+OFF = "0"
+
+
+def model_identity(file: GGUFFile) -> ModelIdentity:
+    """Of an open model.  Raises: ProfileError for an architecture without a usable name."""
+    rows = [(name, tensor.format.name, tensor.shape) for name, tensor in file.tensors.items()]
+    architecture = str(file.metadata.get("general.architecture"))
+    return ModelIdentity(architecture, file.n_bytes, tensor_hash(rows))
+
+
+def profile_path(identity: ModelIdentity) -> Path | None:
+    """Where the model's profile is: LLAMA_MOE_CACHE_PROFILE, or in the user's cache; None: 0."""
+    chosen = environment("LLAMA_MOE_CACHE_PROFILE")
+    if chosen == OFF:
+        return None
+    if chosen is not None:
+        return Path(chosen)
+    return Path.home() / ".cache" / "hotexpert" / "usage" / identity.file_name
+
+
+def file_usage(metadata: Mapping[str, MetadataValue], spec: ModelSpec) -> U64 | None:
+    """The table that the model's file has, u64[n_moe_layers, n_expert]; None: it has none, or one
+    that does not fit the model.
+
+    In the file it has a row for every layer, those without experts included.
+    """
+    values = metadata.get(USAGE_KEY)
+    if values is None:
+        return None
+    n_layers, n_expert = len(spec.layers), spec.n_expert_max
+    whole = isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 1 << 32 for value in values
+    )
+    if not whole or not isinstance(values, list) or len(values) != n_layers * n_expert:
+        logger.warning("%s is not a count for each of %d x %d", USAGE_KEY, n_layers, n_expert)
+        return None
+    table = np.array(values, np.uint64).reshape(n_layers, n_expert)
+    routed = [isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers]
+    return scaled_down(table[np.array(routed, np.bool_)])
+
+
+@dataclass
+class LifetimeUsage:
+    """What is known at the start, and where it goes.
+
+    known     u64[n_moe_layers, n_expert]: uses by known_tokens tokens; all 0: nothing is known
+    source    where that came from, for people
+    path      None: nothing is saved
+    """
+
+    identity: ModelIdentity
+    known: U64
+    known_tokens: int
+    source: str
+    path: Path | None
+    saved_at: float = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether it is time to save, by a clock in seconds."""
+        return self.path is not None and now - self.saved_at >= SAVE_SECONDS
+
+    def save(self, uses: I64, n_tokens: int, now: float) -> None:
+        """Add uses by n_tokens tokens that were not saved before.  Blocks for a disk.
+
+        A file that cannot be read is replaced; one that cannot be written is a warning.
+        """
+        self.saved_at = now
+        if self.path is None or not uses.any():
+            return
+        counts = scaled_down(np.asarray(uses, np.uint64).reshape(self.known.shape))
+        profile = UsageProfile(self.identity, counts, n_tokens)
+        base = _loaded(self.path, self.identity, self.known.shape)
+        try:
+            save_profile(self.path, profile if base is None else base.merged(profile))
+        except OSError as error:
+            logger.warning("%s: expert usage was not saved: %s", self.path, error.strerror)
+
+
+def lifetime_usage(model: Model, path: Path | None = None) -> LifetimeUsage:
+    """What is known of a model with routed experts.  path: the profile, if not the usual one."""
+    identity = model_identity(model.file)
+    path = profile_path(identity) if path is None else path
+    blocks = [layer.feed_forward for layer in model.spec.layers]
+    n_layers = sum(isinstance(block, MoeSpec) for block in blocks)
+    shape = n_layers, model.spec.n_expert_max
+    profile = None if path is None else _loaded(path, identity, shape)
+    if profile is not None:
+        return LifetimeUsage(identity, profile.counts, profile.n_tokens, str(path), path)
+    table = file_usage(model.metadata, model.spec)
+    if table is not None and table.any():
+        used = max((block.n_used for block in blocks if isinstance(block, MoeSpec)), default=1)
+        n_tokens = int(table[0].sum()) // used
+        return LifetimeUsage(identity, table, n_tokens, "the model's file", path)
+    return LifetimeUsage(identity, np.zeros(shape, np.uint64), 0, "nothing", path)
+
+
+def _loaded(path: Path, identity: ModelIdentity, shape: tuple[int, int]) -> UsageProfile | None:
+    """The profile, if there is one and it is this model's; else the reason is a warning."""
+    try:
+        profile = load_profile(path)
+    except FileNotFoundError:
+        return None
+    except (ProfileError, OSError) as error:
+        logger.warning("expert usage is not used: %s", error)
+        return None
+    if profile.model != identity or profile.counts.shape != shape:
+        logger.warning("expert usage is not used: %s is another model's", path)
+        return None
+    return profile

@@ -1,0 +1,283 @@
+"""The GPU path on bad days: a typed error, never a hang, nothing left behind.
+
+No kernel computes anything here: `StubKernels`. Opening has tests of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from runtime.engine.engine import Engine, open_engine
+from runtime.engine.gpu import executor as executor_file
+from runtime.engine.gpu.executor import GPUExecutor
+from runtime.engine.params import SamplingParams
+from runtime.errors import (
+    CorruptModel,
+    CudaError,
+    DeviceLost,
+    DeviceStalled,
+    EngineClosed,
+    ExchangeStalled,
+    OutOfDeviceMemory,
+)
+from server.app import create_app
+from server.listen import listening
+from server.service import SERVICE
+from server.settings import ServerSettings
+from tests.support.bad_gpu import BadDriver, bad_machine, config_of
+from tests.support.block_models import BLOCK_MODELS
+from tests.support.cuda_constants import CUresult
+from tests.support.stub_kernels import StubKernels
+
+pytestmark = pytest.mark.usefixtures("no_task_is_left")
+
+LIMIT = 100
+"""Seconds after which a test hangs; kernels of the CPU may have to be compiled."""
+
+HYBRID: dict[str, Any] = {"moe_expert_cache": 2}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+DRAWN_BY_THE_HOST = SamplingParams(top_k=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bad")
+    return BLOCK_MODELS["qwen3moe"]("Q8_0", 1).write(directory / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> BadDriver:
+    return bad_machine(monkeypatch, cubins)
+
+
+async def read(engine: Engine, params: SamplingParams = GREEDY) -> list[int | None]:
+    return [token.id async for token in engine.generate([5, 70], params, reuse_prefix=False)]
+
+
+def executor_of(engine: Engine) -> GPUExecutor:
+    assert isinstance(engine.executor, GPUExecutor)
+    return engine.executor
+
+
+def stream_of(engine: Engine) -> Any:
+    """The driver's handle of the stream of steps."""
+    stream: Any = executor_of(engine)._parts.stream
+    return stream.handle
+
+
+async def test_two_engines_on_one_gpu(path: Path, gpu: BadDriver) -> None:
+    async with open_engine(config_of(path)) as first:
+        async with open_engine(config_of(path, moe_expert_cache=2)) as second:
+            assert list(await asyncio.gather(read(first), read(second))) == [[0, 0, 0]] * 2
+        assert await read(first) == [0, 0, 0]
+    assert gpu.live == {}
+
+
+@pytest.mark.parametrize(
+    ("cache", "code", "kind"),
+    [
+        (-1, "ILLEGAL_ADDRESS", DeviceLost),
+        (2, "ILLEGAL_ADDRESS", DeviceLost),
+        (2, "UNKNOWN", CudaError),
+    ],
+)
+async def test_a_lost_gpu_ends_the_engine_and_its_requests(
+    cache: int, code: str, kind: type[CudaError], path: Path, gpu: BadDriver
+) -> None:
+    with pytest.raises(kind, match=code):
+        async with (
+            asyncio.timeout(LIMIT),
+            open_engine(config_of(path, moe_expert_cache=cache)) as e,
+        ):
+            assert await read(e) == [0, 0, 0]
+            gpu._get("stream", stream_of(e)).held = True
+            reading = asyncio.create_task(read(e))
+            await launched(gpu)
+            gpu.lost = CUresult[f"CUDA_ERROR_{code}"]
+            await asyncio.Event().wait()
+    with pytest.raises(EngineClosed, match="the engine has failed") as error:
+        await reading
+    assert isinstance(error.value.__cause__, kind)
+    with pytest.raises(EngineClosed):
+        await read(e)
+    assert "context" not in gpu.live
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuGraphLaunch"])
+async def test_a_graph_that_finds_no_memory_ends_the_engine(
+    call: str, path: Path, gpu: BadDriver
+) -> None:
+    """That of a prompt is captured when it is first needed."""
+    with pytest.raises(OutOfDeviceMemory, match="bytes free"):
+        async with asyncio.timeout(LIMIT), open_engine(config_of(path, **HYBRID)) as engine:
+            gpu.fail[call] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
+            reading = asyncio.create_task(read(engine))
+            await asyncio.Event().wait()
+    with pytest.raises(EngineClosed, match="n_ctx"):
+        await reading
+    assert gpu.live == {}
+
+
+async def launched(gpu: BadDriver) -> None:
+    """Wait until one more step was launched."""
+    before = gpu.calls["cuGraphLaunch"]
+    async with asyncio.timeout(LIMIT):
+        while gpu.calls["cuGraphLaunch"] == before:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN_BY_THE_HOST], ids=["on the GPU", "by the host"])
+async def test_workers_that_are_late_fail_the_request_and_the_next_one_works(
+    params: SamplingParams, path: Path, gpu: BadDriver
+) -> None:
+    """In the prompt's step, then in one of a generated token."""
+    async with open_engine(config_of(path, **HYBRID)) as engine:
+        for n_good in (0, 1, 2):
+            tokens: list[int | None] = []
+            impatient_after(gpu, n_good)
+            with pytest.raises(ExchangeStalled, match="MoE layer 0"):
+                async for token in engine.generate([5, 70], params, reuse_prefix=False):
+                    tokens.append(token.id)
+            assert len(tokens) == n_good
+            impatient_after(gpu, -1)
+            assert await read(engine, params) is not None
+        assert engine.statistics().counters.requests_failed == 3
+    assert gpu.live == {}
+
+
+def impatient_after(gpu: BadDriver, n_steps: int) -> None:
+    """Let the mailboxes of the step behind the next n_steps give up; -1: of none."""
+    kernels = gpu.kernels
+    assert isinstance(kernels, StubKernels)
+    kernels.patient_steps = n_steps
+
+
+async def test_a_stuck_worker_is_waited_for(path: Path, gpu: BadDriver) -> None:
+    """Its step fails as stalled once it goes on, and the workers serve the next."""
+    go_on = threading.Event()
+    waits = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(
+        lambda *args: (go_on.wait(), None)[1]
+    )
+    async with open_engine(config_of(path, **HYBRID)) as engine:
+        exchange: Any = executor_of(engine)._parts.exchange
+        jobs = exchange._serve.program._jobs
+        function = int(jobs[0]["function"])
+        jobs["function"][0] = ctypes.cast(waits, ctypes.c_void_p).value
+        impatient_after(gpu, 0)
+        reading = asyncio.create_task(read(engine))
+        await launched(gpu)
+        assert not exchange.idle
+        await asyncio.wait([reading], timeout=0.05)
+        assert not reading.done()
+        jobs["function"][0] = function
+        go_on.set()
+        with pytest.raises(ExchangeStalled):
+            await asyncio.wait_for(reading, LIMIT)
+        impatient_after(gpu, -1)
+        assert await read(engine) == [0, 0, 0]
+    assert gpu.live == {}
+
+
+async def test_a_step_without_an_end_ends_the_engine(
+    path: Path, gpu: BadDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_file, "STALLED_SECONDS", 0.02)
+    monkeypatch.setattr(executor_file, "UNKNOWN_SECONDS", 0.02)
+    with pytest.raises(DeviceStalled, match="did not end its work within"):
+        async with asyncio.timeout(LIMIT), open_engine(config_of(path)) as engine:
+            gpu._get("stream", stream_of(engine)).held = True
+            reading = asyncio.create_task(read(engine))
+            await asyncio.Event().wait()
+    with pytest.raises(EngineClosed):
+        await reading
+    assert gpu.live == {}
+
+
+@pytest.mark.parametrize("cache", [-1, 2], ids=["resident", "hybrid"])
+async def test_closing_while_a_step_runs_waits_for_it(
+    cache: int, path: Path, gpu: BadDriver
+) -> None:
+    async with open_engine(config_of(path, moe_expert_cache=cache)) as engine:
+        stream = stream_of(engine)
+        with gpu.hold(stream):
+            reading = asyncio.create_task(read(engine))
+            await launched(gpu)
+            engine.close()
+            with pytest.raises(EngineClosed):
+                await reading
+            closing = asyncio.create_task(engine.executor.close())
+            await asyncio.wait([closing], timeout=0.02)
+            assert not closing.done()
+        await asyncio.wait_for(closing, LIMIT)
+    assert gpu.live == {}
+
+
+async def test_closing_while_workers_are_late_is_no_error(path: Path, gpu: BadDriver) -> None:
+    async with open_engine(config_of(path, **HYBRID)) as engine:
+        with gpu.hold(stream_of(engine)):
+            impatient_after(gpu, 0)
+            reading = asyncio.create_task(read(engine))
+            await launched(gpu)
+            engine.close()
+            with pytest.raises(EngineClosed):
+                await reading
+    assert gpu.live == {}
+
+
+async def test_a_file_truncated_under_pinned_experts_is_a_typed_error(
+    path: Path, tmp_path: Path, gpu: BadDriver
+) -> None:
+    model = Path(shutil.copyfile(path, tmp_path / "model.gguf"))
+    async with open_engine(config_of(model, **HYBRID)) as engine:
+        assert await read(engine) == [0, 0, 0]
+        assert gpu.live["registered"] > 2
+        os.truncate(model, 1 << 16)
+        with pytest.raises(CorruptModel, match=r"model\.gguf.*while it was open"):
+            await read(engine)
+    assert gpu.live == {}
+
+
+@asynccontextmanager
+async def served(path: Path) -> AsyncIterator[tuple[Any, str]]:
+    """A server's service and address; leaving it is what SIGTERM does."""
+    settings = ServerSettings(host="127.0.0.1", port=0, closing_seconds=0.1)
+    app = create_app(config_of(path), settings)
+    async with listening(app, settings) as addresses:
+        app[SERVICE].listening.set()
+        await app[SERVICE].attached.wait()
+        yield app[SERVICE], addresses[0]
+
+
+async def test_sigterm_in_the_middle_of_a_step(path: Path, gpu: BadDriver) -> None:
+    """The request gets an error within the closing time; the server ends with the step."""
+    async with aiohttp.ClientSession() as session:
+        async with served(path) as (service, url):
+            stream = stream_of(service.engine)
+            gpu._get("stream", stream).held = True
+            body = {"prompt": [5, 70], "n_predict": 3}
+            asking = asyncio.create_task(session.post(f"{url}/completion", json=body))
+            await launched(gpu)
+            began = time.monotonic()
+            asking.add_done_callback(lambda _: gpu.release(stream))
+        assert time.monotonic() - began < 3
+        response = await asking
+        assert response.status == 503
+        assert "closing" in (await response.json())["error"]["message"]
+    assert gpu.live == {}

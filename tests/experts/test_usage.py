@@ -1,0 +1,159 @@
+"""Lifetime usage: found in the profile or in the model, added to what others saved meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profiles import UsageProfile, load_profile, save_profile
+from runtime.commands import main
+from runtime.config import BUNDLED_MODEL
+from runtime.experts.cache import ExpertCache, LayerShape
+from runtime.experts.usage import (
+    SAVE_SECONDS,
+    file_usage,
+    lifetime_usage,
+    model_identity,
+    profile_path,
+)
+from runtime.experts.usage_keeper import UsageKeeper
+from runtime.models import Model, open_model
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with open_model(BUNDLED_MODEL) as opened:
+        yield opened
+
+
+def counts(model: Model, first: int) -> np.ndarray:
+    n_layers = len(model.spec.layers)
+    return np.arange(first, first + n_layers * 32).reshape(n_layers, 32).astype(np.int64)
+
+
+def test_nothing_is_known_at_first(model: Model, tmp_path: Path) -> None:
+    usage = lifetime_usage(model, tmp_path / "p")
+    assert usage.known.shape == (8, 32) and not usage.known.any() and usage.source == "nothing"
+    assert usage.due(SAVE_SECONDS) and not usage.due(SAVE_SECONDS - 1)
+
+
+def test_two_engines_add_to_one_profile(model: Model, tmp_path: Path) -> None:
+    first, second = (lifetime_usage(model, tmp_path / "a" / "p") for _ in range(2))
+    first.save(counts(model, 0), 10, now=1.0)
+    second.save(counts(model, 5), 7, now=2.0)
+    second.save(0 * counts(model, 5), 4, now=3.0)  # nothing new
+    third = lifetime_usage(model, tmp_path / "a" / "p")
+    assert third.known.tolist() == (counts(model, 0) + counts(model, 5)).tolist()
+    assert third.known_tokens == 17 and third.source == str(tmp_path / "a" / "p")
+    assert not second.due(3.0 + SAVE_SECONDS - 1)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "other model", "other shape"])
+def test_a_profile_that_does_not_fit_is_not_used_and_replaced(
+    model: Model, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, identity = tmp_path / "p", model_identity(model.file)
+    kept = UsageProfile(identity, counts(model, 0).astype(np.uint64), 3)
+    if damage == "other model":
+        kept = replace(kept, model=replace(identity, file_bytes=5))
+    if damage == "other shape":
+        kept = replace(kept, counts=kept.counts[:, :8])
+    save_profile(path, kept)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-3])
+    if damage == "text":
+        path.write_text("hello")
+    usage = lifetime_usage(model, path)
+    assert not usage.known.any() and "not used" in caplog.text
+    usage.save(counts(model, 1), 4, now=0.0)
+    assert load_profile(path).n_tokens == 4
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    usage = lifetime_usage(model, tmp_path / "p")
+    usage.path = tmp_path / "file" / "p"
+    usage.save(counts(model, 1), 4, now=0.0)
+    assert "was not saved" in caplog.text
+
+
+def test_the_variable_names_the_file_or_switches_off(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = model_identity(model.file)
+    monkeypatch.delenv("LLAMA_MOE_CACHE_PROFILE", raising=False)
+    usual = profile_path(identity)
+    assert usual is not None and usual.name == identity.file_name and "olmoe" in usual.name
+    monkeypatch.setenv("LLAMA_MOE_CACHE_PROFILE", "/x/y")
+    assert profile_path(identity) == Path("/x/y")
+    monkeypatch.setenv("LLAMA_MOE_CACHE_PROFILE", "0")
+    assert profile_path(identity) is None
+    usage = lifetime_usage(model)
+    usage.save(counts(model, 1), 4, now=0.0)
+    assert not usage.due(1e9)
+
+
+def test_the_model_s_own_table(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    values = counts(model, 0).reshape(-1).tolist()
+    table = file_usage({"moe_cache.expert_usage": values}, model.spec)
+    assert table is not None and table.tolist() == counts(model, 0).tolist()
+    assert file_usage({}, model.spec) is None and not caplog.text
+    for wrong in (values[:-1], [-1, *values[1:]], ["1", *values[1:]], "x", [1 << 32, *values[1:]]):
+        assert file_usage({"moe_cache.expert_usage": wrong}, model.spec) is None  # type: ignore[dict-item]
+    assert "is not a count" in caplog.text
+
+
+def test_a_keeper_begins_with_what_is_known_and_saves_what_is_new(
+    model: Model, tmp_path: Path
+) -> None:
+    path = tmp_path / "p"
+    lifetime_usage(model, path).save(counts(model, 0), 100, now=0.0)
+    clock = [10.0]
+    keeper = UsageKeeper(lifetime_usage(model, path), lambda: clock[0])
+    shares = [slice(0, 3), slice(3, 8)]
+    caches = [ExpertCache([LayerShape(32, 0)] * (s.stop - s.start), [0] * 9) for s in shares]
+    policies = [keeper.policy(s)(cache) for s, cache in zip(shares, caches, strict=True)]
+    assert next(iter(policies[0].first(caches[0]))) == (2, 31)
+    choices = np.array([[[1, 2]]] * 8, np.int32)
+    for _ in range(2):
+        policies[0].used(choices[:3])
+        policies[1].used(choices[3:])
+    assert load_profile(path).n_tokens == 100  # nothing is due yet
+    clock[0] += SAVE_SECONDS
+    policies[0].used(choices[:3])
+    policies[1].used(choices[3:])
+    keeper.close()
+    saved = load_profile(path)
+    assert saved.n_tokens == 103
+    expected = counts(model, 0)
+    expected[:, 1:3] += 3
+    assert saved.counts.tolist() == expected.tolist()
+    keeper.close()
+    assert load_profile(path).n_tokens == 103
+
+
+def test_the_profile_command(
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, out = tmp_path / "p", tmp_path / "out"
+    monkeypatch.setenv("LLAMA_MOE_CACHE_PROFILE", str(path))
+    assert main(["profile"]) == 0 and "nothing is known" in capsys.readouterr().out
+    lifetime_usage(model).save(counts(model, 0), 10, now=0.0)
+    assert main(["profile", "--export", str(out)]) == 0
+    assert "10 tokens" in capsys.readouterr().out
+    assert main(["profile", "--import", str(out)]) == 0
+    assert load_profile(path).n_tokens == 20
+    assert main(["profile", "--decay", "0.5"]) == 0
+    assert load_profile(path).n_tokens == 10
+    assert main(["profile", "--forget"]) == 0 and not path.exists()
+    assert main(["profile", "--import", str(tmp_path / "none")]) == 1
+    assert "none" in capsys.readouterr().err
