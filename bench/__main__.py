@@ -8,6 +8,7 @@ import sys
 BENCHMARKS = {
     "kernels": "GB/s of every matrix kernel beside this machine's plain read speed",
     "routing": "policies of the expert cache on recorded routing: hits, bytes, predicted ms",
+    "streams": "prompt and decode speed through the engine, of one and several streams",
     "synthetic": "write a GGUF file of a real model's shape with random weights",
     "versus": "prompt and decode speed beside llama.cpp's llama-bench, interleaved",
 }
