@@ -194,6 +194,7 @@ def test_the_control_block_holds_how_tokens_are_chosen(device: Device) -> None:
     step = replace(step_of([1, 1, 1], [0, 1, 2]), sampling=works)
     layout = control_layout(StepShapes(LIMITS, 31).of(step), LIMITS.page_tokens, max_deltas=0)
     ring = ControlRing(device, layout.block_bytes)
+    ring._buffer.view[:] = 0xA5  # whatever steps of other layouts left in the block
     ring.writers(layout)[0].write(step, cell_pages(step, 32))
     block = ring._buffer.view[: layout.n_bytes].copy()
     ring.close()

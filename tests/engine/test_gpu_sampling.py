@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ops.gpu.step_io import RING
 from runtime.config import EngineConfig
 from runtime.cuda import module as module_file
 from runtime.cuda.driver import initialized
@@ -126,6 +127,20 @@ async def test_a_token_does_not_depend_on_who_is_beside(gpu: GPUExecutor) -> Non
         result = await gpu.run(sampled(gpu, alone, together[row : row + 1]))
         assert result.chosen is not None
         assert result.chosen.tokens == [chosen.tokens[row]]
+
+
+async def test_a_token_does_not_depend_on_the_steps_before(gpu: GPUExecutor) -> None:
+    """Every block of the ring has held a step of another layout, with edits everywhere."""
+    biases = {token: 1.0 for token in range(50, N_VOCAB)}
+    alone = samplers_of([{"seed": 1, "presence_penalty": 0.1, "logit_bias": biases}])
+    samplers = samplers_of([{"temperature": 0, "logit_bias": {1: 90.0}}] * 3)
+    step = decode_step(gpu, 3)
+    for _ in range(RING):
+        await gpu.run(sampled(gpu, decode_step(gpu, 1), alone))
+    for _ in range(RING):
+        chosen = (await gpu.run(sampled(gpu, step, samplers))).chosen
+        assert chosen is not None
+        assert chosen.tokens == [1, 1, 1]
 
 
 def following(gpu: GPUExecutor, rows: list[int], position: int) -> Step:

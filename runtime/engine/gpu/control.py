@@ -179,7 +179,8 @@ class ControlWriter:
             start += self._n_rows * rows.shape[1]
 
     def _write_sampling(self, works: tuple[DeviceWork, ...]) -> None:
-        first = 0
+        # Steps of other layouts have left their own values here.
+        self._first_edit[0] = first = 0
         for row, work in enumerate(works):
             self._k[row] = work.k
             self._penalties[row] = work.penalties[0]
