@@ -120,8 +120,11 @@ def test_a_page_knows_its_size() -> None:
     assert GPUPageLayout("keys", "q8_0", 128).head_bytes == 32 * (128 + 4 * 4)
     with pytest.raises(ValueError, match="q8_0 needs heads"):
         GPUPageLayout("values", "q8_0", 80)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        GPUPageLayout("keys", "f16", 24)
+    assert GPUPageLayout("keys", "f16", 24).head_bytes == 32 * 32 * 2
+    with pytest.raises(ValueError, match="keys of a multiple of 8"):
+        GPUPageLayout("keys", "f16", 20)
+    with pytest.raises(ValueError, match="values of a multiple of 16"):
+        GPUPageLayout("values", "f16", 24)
 
 
 def test_turns_hold_the_angle_of_any_position() -> None:
