@@ -17,15 +17,18 @@ from runtime.text.tool_call_formats import (
     read_deepseek,
     read_function_tags,
     read_json,
+    read_kimi,
     schemas_of,
 )
 
 THINK = ("<think>", "</think>")
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 DEEPSEEK_CALLS = (deepseek_marker("tool calls begin"), deepseek_marker("tool calls end"))
+KIMI_CALLS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 _CALLS: tuple[tuple[str, tuple[str, str], Reader], ...] = (
     (DEEPSEEK_CALLS[0], DEEPSEEK_CALLS, read_deepseek),
+    (KIMI_CALLS[0], KIMI_CALLS, read_kimi),
     ("<arg_key>", TOOL_CALL, first_of(read_argument_tags, read_json)),
     ("<function=", TOOL_CALL, first_of(read_function_tags, read_json)),
     (TOOL_CALL[0], TOOL_CALL, first_of(read_json, read_function_tags)),

@@ -37,6 +37,12 @@ _DEEPSEEK = re.compile(
     re.DOTALL,
 )
 
+_KIMI = re.compile(
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<:]+?)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>\s*",
+    re.DOTALL,
+)
+
 
 def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> Schemas:
     """The parameters of OpenAI tool definitions."""
@@ -60,16 +66,11 @@ def read_json(body: str, schemas: Schemas) -> list[ToolCall] | None:
 def read_function_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
     """`<function=name><parameter=key>value</parameter></function>` (Qwen coder, MiMo)."""
     calls = []
-    at = 0
-    while at < len(body.rstrip()):
-        function = _FUNCTION.match(body, at)
-        if function is None:
-            return None
+    for function in _consecutive(_FUNCTION, body) or ():
         arguments = _pairs(_PARAMETER, function[2], schemas.get(function[1], {}))
         if arguments is None:
             return None
         calls.append(ToolCall(function[1], _dumped(arguments)))
-        at = function.end()
     return calls or None
 
 
@@ -86,18 +87,36 @@ def read_argument_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
 def read_deepseek(body: str, schemas: Schemas) -> list[ToolCall] | None:
     """Name, separator and JSON between markers (DeepSeek); older models write `function` and a
     separator first, and the JSON in a code block."""
+    return _marked_json(_DEEPSEEK, body)
+
+
+def read_kimi(body: str, schemas: Schemas) -> list[ToolCall] | None:
+    """`functions.name:0`, a marker and JSON between markers (Kimi)."""
+    return _marked_json(_KIMI, body)
+
+
+def _marked_json(pattern: re.Pattern[str], body: str) -> list[ToolCall] | None:
+    """Calls by `name` and `arguments` of consecutive matches."""
     calls = []
-    at = 0
-    while at < len(body.rstrip()):
-        call = _DEEPSEEK.match(body, at)
-        if call is None:
-            return None
+    for call in _consecutive(pattern, body) or ():
         text = call["arguments"].strip().removeprefix("```json").removesuffix("```").strip()
         if not isinstance(_parsed(text), dict):
             return None
         calls.append(ToolCall(call["name"], text))
-        at = call.end()
     return calls or None
+
+
+def _consecutive(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
+    """The matches that make up the whole text; None if something stands between them."""
+    matches = []
+    at = 0
+    while at < len(text.rstrip()):
+        match = pattern.match(text, at)
+        if match is None:
+            return None
+        matches.append(match)
+        at = match.end()
+    return matches
 
 
 def first_of(*readers: Reader) -> Reader:
@@ -113,15 +132,15 @@ def _pairs(
     pattern: re.Pattern[str], text: str, parameters: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Names and values of consecutive tags that make up the whole text."""
+    pairs = _consecutive(pattern, text)
+    if pairs is None:
+        return None
     arguments: dict[str, Any] = {}
-    at = 0
-    while at < len(text.rstrip()):
-        pair = pattern.match(text, at)
-        name = pair[1].strip() if pair else ""
-        if pair is None or name in arguments:
+    for pair in pairs:
+        name = pair[1].strip()
+        if name in arguments:
             return None  # a name that comes twice would lose its first value
         arguments[name] = _value(pair[2], parameters.get(name))
-        at = pair.end()
     return arguments
 
 

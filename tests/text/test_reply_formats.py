@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime.text.reply_formats import DEEPSEEK_CALLS, reply_format
+from runtime.text.reply_formats import DEEPSEEK_CALLS, KIMI_CALLS, reply_format
 from runtime.text.reply_markup import Content, Part, Reasoning, ToolCall
 from runtime.text.tool_call_formats import deepseek_marker
 
@@ -31,6 +31,7 @@ HERMES = "{% for %}<think></think><tool_call>"
 CODER = "<tool_call><function=x><think></think>"
 GLM = "<tool_call><arg_key><think></think>"
 DEEPSEEK = DEEPSEEK_CALLS[0] + "</think>"
+KIMI = KIMI_CALLS[0] + "<think></think>"
 HARMONY = "<|start|><|channel|><|message|>"
 
 CALL_JSON = json.dumps({"name": "weather", "arguments": ARGUMENTS})
@@ -65,6 +66,13 @@ ANSWERS: dict[str, tuple[str, str]] = {
         f"<think>I wonder.</think>Let me look.{DEEPSEEK_CALLS[0]}{BEGIN}weather{SEPARATOR}"
         f"{json.dumps(ARGUMENTS)}{END}{BEGIN}function{SEPARATOR}weather\n```json\n"
         f"{json.dumps(ARGUMENTS)}\n```{END}{DEEPSEEK_CALLS[1]}",
+    ),
+    "kimi": (
+        KIMI,
+        f"<think>I wonder.</think>Let me look.{KIMI_CALLS[0]}<|tool_call_begin|>"
+        f"functions.weather:0<|tool_call_argument_begin|>{json.dumps(ARGUMENTS)}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>"
+        f"{json.dumps(ARGUMENTS)}<|tool_call_end|>{KIMI_CALLS[1]}",
     ),
     "harmony": (
         HARMONY,
