@@ -9,6 +9,10 @@ There is no barrier between the two kinds of chunks: down waits for its own expe
 and fetches its weights meanwhile. Chunks are claimed in order, so whoever waits does so for workers
 that are at it. Hidden values travel as f32, because chunks of a single missed expert are far
 smaller than what a scale spans; every worker quantizes them once for itself.
+
+Of a few experts that one token each uses, workers take the chunks of their own first: see
+`ops.cpu.own_chunks`. A forecast that came with the post is one chunk more, the first one; what it
+says is fetched by the job behind these two, see `ops.cpu.look_ahead`.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from ops.cpu.memory import (
     atomic_add,
     atomic_load,
     atomic_store,
+    call,
     call_i64,
     load_i32,
     load_i64,
@@ -40,6 +45,7 @@ from ops.cpu.memory import (
     store_i32,
     store_i64,
 )
+from ops.cpu.own_chunks import take_chunk
 from ops.cpu.walk import YIELD_AFTER, YIELD_EVERY, cycle_counter
 
 SERVE = args_record(
@@ -61,12 +67,18 @@ SERVE = args_record(
     finished="i8",
     chunks="i8",
     n_gate_up="i8",
+    n_owned="i8",
     gate_up_rows="i8",
     down_rows="i8",
     hidden_group="i8",
     hidden_bytes="i8",
     n_workers="i8",
     sched_yield="i8",
+    queues="i8",
+    look_ahead="i8",
+    ahead="i8",
+    fetch_chunks="i8",
+    n_first="i8",
     quantized="i8",
     quantized_bytes="i8",
     scratch="i8",
@@ -76,7 +88,8 @@ SERVE = args_record(
 
 exchange      memory as in `ops.exchange`; records_offset and answers_offset lie in it
 done          u32 epoch of the last step that has ended
-step          i64[2]: epoch of the step that is served; not 0: give up waiting
+step          i64[3]: epoch of the step that is served; not 0: give up waiting; how many steps were
+              served before, of all programs that share memory
 experts       FEED_FORWARD record; x are the posted records, hidden values f32, nothing goes to out
 counts        i32[n_expert], zero between layers
 active, offsets, slot_tokens   as in `ops.cpu.router`, over missed slots
@@ -84,17 +97,24 @@ answers       i32: place of each missed slot in the posted list
 finished      i64: finished gate and up chunks of each active expert
 chunks        address of the number of chunks of `serve`
 n_gate_up     how many of them are of gate and up, the first ones; set by `receive`
+n_owned       active experts, if workers take their own chunks first; set by `receive`, else 0
 *_rows        rows of a chunk; set by `receive`
+queues        see `ops.cpu.own_chunks`
+look_ahead    address of the function of `ops.cpu.look_ahead`, and `ahead` of its record; 0: none
+fetch_chunks  address of the number of chunks of the job behind `serve`, which that function sets
+n_first       1: the first chunk is that function's; set by `receive`
 hidden_group  values under a scale of down's activation records, 1: f32; hidden_bytes of a record
-quantized     of each worker, quantized_bytes apart: a tag, zero before a step, then records
+quantized     of each worker, quantized_bytes apart: a tag, then records
 sched_yield   address of the C function
 """
 
-EPOCH, ABORT = 0, 8
+EPOCH, ABORT, TURN = 0, 8, 16
 CHUNKS_A_WORKER = 6
 GATE_UP_SHARE, DOWN_SHARE = 2, 3
 """Chunks of one expert for each worker, at most: a claim takes half a microsecond when all of them
 want one."""
+MOST_OWNED = 8
+"""Experts; of more, all workers have enough to do anyway."""
 GATE_UP_STEP, DOWN_STEP = 16, 32
 """Rows of a chunk are a multiple: products of several tokens go through so many at once."""
 NARROW_STEP, LINE_ANSWERS = 2, 8
@@ -144,10 +164,22 @@ def beat(a):
 
 
 @kernel_njit
+def sequence_of(a):
+    """The layer's number, as in `ops.exchange`."""
+    return (load_i64(a.step + EPOCH) * a.n_layers + a.layer + 1) & U32
+
+
+@kernel_njit
+def turn_of(a):
+    """A number of this service of the layer, which no other one has."""
+    return load_i64(a.step + TURN) * a.n_layers + a.layer + 1
+
+
+@kernel_njit
 def wait_for_layer(a):
     """True once the layer is posted; False if it misses nothing, or the step is given up."""
     epoch = load_i64(a.step + EPOCH)
-    number = (epoch * a.n_layers + a.layer + 1) & U32
+    number = sequence_of(a)
     n_pauses = 0
     while True:
         ahead = (atomic_load(a.exchange + exchange.POSTED) - number) & U32
@@ -208,11 +240,19 @@ def rows_of_a_chunk(n_rows, n_active, n_workers, share, step, most):
     return min((rows + step - 1) // step * step, most)
 
 
+@kernel_njit
+def own_share_of_chunks(n_active, share):
+    """The same for workers that take their own chunks: as many of each expert."""
+    return max(min(share, CHUNKS_A_WORKER // n_active), 1)
+
+
 @job_kernel
 def receive(args: int, chunk: int, worker: int) -> None:
     """Wait for the layer, sort what it misses, and cut it into chunks."""
     a = array(args, 1, SERVE)[0]
     beat(a)
+    if a.ahead != 0:
+        store_i64(a.fetch_chunks, 0)
     if not wait_for_layer(a):
         store_i64(a.chunks, 0)
         return
@@ -222,14 +262,21 @@ def receive(args: int, chunk: int, worker: int) -> None:
         store_i64(a.finished + 8 * i, 0)
     f = array(a.experts, 1, FEED_FORWARD)[0]
     narrow = n_active == n_misses
+    owned = narrow and n_active <= MOST_OWNED
+    a.n_owned = n_active if owned else 0
+    of_share = np.int64(1) if owned else n_active
+    share = own_share_of_chunks(n_active, GATE_UP_SHARE) if owned else GATE_UP_SHARE
     step = NARROW_STEP if narrow else GATE_UP_STEP
-    rows = rows_of_a_chunk(f.n_ff, n_active, a.n_workers, GATE_UP_SHARE, step, GATE_UP_ROWS)
+    rows = rows_of_a_chunk(f.n_ff, of_share, a.n_workers, share, step, GATE_UP_ROWS)
     a.gate_up_rows = rows
     a.n_gate_up = n_active * ((f.n_ff + rows - 1) // rows)
+    share = own_share_of_chunks(n_active, DOWN_SHARE) if owned else DOWN_SHARE
     step = LINE_ANSWERS if narrow else DOWN_STEP
-    rows = rows_of_a_chunk(f.n_out, n_active, a.n_workers, DOWN_SHARE, step, DOWN_ROWS)
+    rows = rows_of_a_chunk(f.n_out, of_share, a.n_workers, share, step, DOWN_ROWS)
     a.down_rows = rows
-    store_i64(a.chunks, a.n_gate_up + n_active * ((f.n_out + rows - 1) // rows))
+    a.n_first = 1 if a.ahead != 0 and load_i32(a.exchange + exchange.FORECAST) != 0 else 0
+    n_down = n_active * ((f.n_out + rows - 1) // rows)
+    store_i64(a.chunks, a.n_first + a.n_gate_up + n_down)
 
 
 @kernel_njit
@@ -259,13 +306,13 @@ def answer_row(target, values, n, number):
 
 
 @kernel_njit
-def quantized(a, f, first_slot, n, number, worker):
+def quantized(a, f, first_slot, n, worker):
     """Address of the records of n slots' hidden values, made at the worker's first chunk of them.
 
-    Their tag is the layer's number and the slot after the first one.
+    Their tag is a number of this service of the layer, and the first slot.
     """
     at = a.quantized + worker * a.quantized_bytes
-    tag = number << 32 | np.int64(first_slot + 1)
+    tag = turn_of(a) * exchange.MAX_SLOTS + np.int64(first_slot)
     if load_i64(at) != tag:
         for t in range(n):
             hidden = f.hidden + (first_slot + t) * f.hidden_stride
@@ -279,13 +326,13 @@ def answer_batch(a, f, expert, first_slot, n, rows, worker):
     """Answers of some rows of up to DOWN_TOKENS slots; rows: (first, end)."""
     first_row, end_row = rows
     n_rows = end_row - first_row
-    number = (load_i64(a.step + EPOCH) * a.n_layers + a.layer + 1) & U32
+    number = sequence_of(a)
     scratch = a.scratch + worker * a.scratch_bytes
     x_ptrs, y_ptrs = scratch, scratch + 8 * DOWN_TOKENS
     values = scratch + 2 * 8 * DOWN_TOKENS
     records, record_bytes = f.hidden + first_slot * f.hidden_stride, f.hidden_stride
     if a.hidden_group != 1:
-        records, record_bytes = quantized(a, f, first_slot, n, number, worker), a.hidden_bytes
+        records, record_bytes = quantized(a, f, first_slot, n, worker), a.hidden_bytes
     for t in range(n):
         store_i64(x_ptrs + 8 * t, records + t * record_bytes)
         store_i64(y_ptrs + 8 * t, values + 4 * (t * n_rows - first_row))
@@ -323,11 +370,22 @@ def down_chunk(a, f, index, worker):
 
 @job_kernel
 def serve(args: int, chunk: int, worker: int) -> None:
-    """A chunk of either kind."""
+    """A chunk of either kind: this one, or rather one of the worker's own."""
     a = array(args, 1, SERVE)[0]
     beat(a)
     f = array(a.experts, 1, FEED_FORWARD)[0]
-    if chunk < a.n_gate_up:
-        gate_up_chunk(a, f, chunk, a.scratch + worker * a.scratch_bytes)
+    chunk -= a.n_first
+    if chunk < 0:
+        call(a.look_ahead, (a.ahead, chunk, worker))
+        return
+    is_gate_up = chunk < a.n_gate_up
+    index = chunk if is_gate_up else chunk - a.n_gate_up
+    if a.n_owned > 0:
+        queues = a.queues if is_gate_up else a.queues + 8
+        n_rows = f.n_ff if is_gate_up else f.n_out
+        rows = a.gate_up_rows if is_gate_up else a.down_rows
+        index = take_chunk(queues, turn_of(a), worker, a.n_workers, a.n_owned, n_rows, rows)
+    if is_gate_up:
+        gate_up_chunk(a, f, index, a.scratch + worker * a.scratch_bytes)
     else:
-        down_chunk(a, f, chunk - a.n_gate_up, worker)
+        down_chunk(a, f, index, worker)

@@ -68,6 +68,11 @@ class Team:
         program.wait()
 
     @property
+    def pulse(self) -> tuple[int, ...]:
+        """Numbers of which one changes whenever a worker takes or ends a piece of work."""
+        return tuple(int(self._control[at // 8]) for at in (walk.CLAIM, walk.N_DONE, walk.HEAD))
+
+    @property
     def n_asleep(self) -> int:
         """Workers that wait without using a processor."""
         return int(self._control[walk.SLEEPING // 8])

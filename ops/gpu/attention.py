@@ -12,6 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ops.gpu.attention_copies import (
+    LIST_PARAMS,
+    choice_wait,
+    fragment,
+    list_copy_defines,
+    page_copy_defines,
+)
 from ops.gpu.kernel import Kernel, launch_defines
 from ops.gpu.kv_layout import PAGE_TOKENS, VALUE_DIMS, GPUPageLayout
 from ops.quants.block import F32
@@ -31,16 +38,9 @@ PROMPT_ROWS = 64
 SCORE_ROW = 320
 """Bytes from one row of scores to the next: rows beside each other in different banks."""
 STATE_ROW = 16
+MIN_CHOSEN_DIM_V = 32
 MAX_DIM_V = 512
 """Dimensions of values: a block has two threads for each."""
-
-COPY_MACROS = ("COPY_KEYS", "COPY_VALUES", "COPY_NEXT_KEYS", "COPY_NEXT_VALUES")
-COPIES = (
-    ("copy_keys", "copy_values", "copy_keys", "copy_values"),
-    ("rows_first", "rows_none", "rows_none", "rows_again"),
-    ("rows_first", "rows_none", "rows_next", "rows_swap"),
-)
-"""The fragments of these macros, by `AttentionShape.row_buffers`."""
 
 SHIPPED_DIMS = (
     (64, 64),
@@ -66,9 +66,10 @@ class AttentionShape:
 
     row_buffers  0: values have pages of their own. Else a value is the first dim_v dimensions of
                  its key, an f16 row, and shared memory has room for 1 or 2 units of rows
-    chooses      masks say which keys each token reads (`ops.gpu.indexer`)
+    chooses      lists say which keys each token reads (`ops.gpu.indexer`)
 
-    Raises: ValueError as `GPUPageLayout`, or when a block had too many threads.
+    Raises: ValueError as `GPUPageLayout`, or when a block had too many threads, or too few for its
+    lists.
     """
 
     dim_k: int
@@ -86,6 +87,8 @@ class AttentionShape:
             )
         if self.row_buffers and (self.k_cache != "f16" or self.dim_v > self.dim_k):
             raise ValueError(f"no rows of {self.k_cache} are keys and values at once")
+        if self.chooses and self.dim_v < MIN_CHOSEN_DIM_V:
+            raise ValueError(f"no lists of keys with values of {self.dim_v} dimensions")
         _ = self.keys, self.values
 
     @property
@@ -146,7 +149,6 @@ class AttentionShape:
             "KEY_LANE": 8 * keys.element_bytes,
             "KEY_CHUNK": 32 * keys.element_bytes,
             "KEY_GROUPS": keys.padded_dim // 32 * 4,
-            "KEY_PAD": self.key_pad,
             "KEY_STEP": keys.padded_dim * keys.element_bytes + self.key_pad,
             "KEY_PLACE": self.key_place,
             "KEY_SCALES": keys.value_bytes + PAGE_TOKENS * self.key_pad,
@@ -166,8 +168,8 @@ class AttentionShape:
     def _value_defines(self) -> dict[str, str | int]:
         """Those of how values are read."""
         if self.row_buffers:
-            rows = {"LOAD_VALUES": _fragment("load_rows"), "MASK_VALUES": _fragment("mask_f16")}
-            return {**rows, "VALUE_PRODUCT": _fragment("product_f16"), "VALUE_ROW_8": 16}
+            rows = {"LOAD_VALUES": fragment("load_rows"), "MASK_VALUES": fragment("mask_f16")}
+            return {**rows, "VALUE_PRODUCT": fragment("product_f16"), "VALUE_ROW_8": 16}
         size = self.values.element_bytes
         return {
             "VALUE_ROW": PAGE_TOKENS * size,
@@ -175,29 +177,22 @@ class AttentionShape:
             "VALUE_LANE": 8 * size,
             "VALUE_SCALES": self.values.value_bytes,
             **_fragments("VALUES", "VALUE_PRODUCT", self.v_cache, "values"),
-            "MASK_VALUES": _fragment("mask", "f16" if self.v_cache == "f16" else "split"),
-        }
-
-    def copy_defines(self) -> dict[str, str | int]:
-        """Those of how units come to shared memory."""
-        names = COPIES[self.row_buffers]
-        places = ("rows_key", "rows_value") if self.row_buffers else ("key_place", "value_place")
-        return {
-            **{macro: _fragment(name) for macro, name in zip(COPY_MACROS, names, strict=True)},
-            "PLACE_KEY": _fragment(places[0]),
-            "PLACE_VALUE": _fragment(places[1]),
+            "MASK_VALUES": fragment("mask", "f16" if self.v_cache == "f16" else "split"),
         }
 
 
-def _fragment(*words: str) -> str:
-    return f'"inc/attention_{"_".join(words)}.inc.ptx"'
+def _copy_defines(shape: AttentionShape) -> dict[str, str | int]:
+    """Those of how units come to shared memory."""
+    if shape.chooses:
+        return list_copy_defines(shape.keys, shape.values, shape.row_buffers)
+    return page_copy_defines(shape.row_buffers) | {"KEY_PAD": shape.key_pad}
 
 
 def _fragments(load: str, product: str, cache_type: str, side: str) -> dict[str, str]:
     """How cached values get into registers and are multiplied there."""
     return {
-        f"LOAD_{load}": _fragment(side if cache_type == "q8_0" else "load", cache_type),
-        product: _fragment("product", "f16" if cache_type == "f16" else "split"),
+        f"LOAD_{load}": fragment(side if cache_type == "q8_0" else "load", cache_type),
+        product: fragment("product", "f16" if cache_type == "f16" else "split"),
     }
 
 
@@ -211,17 +206,17 @@ def attention(shape: AttentionShape) -> Kernel:
         source="attention.ptx",
         defines={
             **shape.defines(ROW_TILE, _blocks_in_registers(shape)),
-            **shape.copy_defines(),
+            **_copy_defines(shape),
             "ROWS_FURTHER": 8 * 4 * shape.dim_v,
-            "CHOOSE": _fragment("choice" if shape.chooses else "choice_none"),
-            "CHOICE_PARAMS": CHOICE_PARAMS if shape.chooses else "",
+            "CHOICE_WAIT": choice_wait(shape.chooses and shape.overlapped),
+            "CHOICE_PARAMS": LIST_PARAMS if shape.chooses else "",
         },
         params=(
             *((name, "u64") for name in ("counts", "positions", "rows", "page_tables", "q")),
             *((name, "u64") for name in ("k_pages", "v_pages", "partials", "states")),
             *((name, "u32") for name in ("n_head", "group", "table_stride")),
             *((name, "u32") for name in ("k_page_bytes", "v_page_bytes", "window", "max_splits")),
-            *((("masks", "u64"), ("mask_stride", "u32")) if shape.chooses else ()),
+            *((("lists", "u64"), ("list_stride", "u32")) if shape.chooses else ()),
         ),
         block=shape.block,
         reference=attention_reference,
@@ -300,6 +295,7 @@ def attention_prompt(shape: AttentionShape) -> Kernel:
     keys, values = shape.keys, shape.values
     block = -(-shape.dim_v // 32) * 64
     defines = shape.defines(PROMPT_ROWS, 2 if block <= 256 else 1) | {
+        "KEY_PAD": shape.key_pad,
         "KEY_STEP_2": 2 * (keys.padded_dim * keys.element_bytes + shape.key_pad),
         "KEY_GROUPS_2": 2 * keys.padded_dim // 32 * 4,
         "Q_ROW_16": 16 * shape.query_row,
@@ -378,6 +374,7 @@ def shipped_shapes() -> Iterator[AttentionShape]:
     for early in (False, True):
         yield AttentionShape(256, 256, overlapped=early, chooses=True)
         yield AttentionShape(*LATENT_DIMS, overlapped=early, row_buffers=1 + early, chooses=True)
+    yield AttentionShape(64, 64, "q8_0", "q8_0", overlapped=True, chooses=True)
     yield AttentionShape(128, 128, "q8_0", "q8_0", overlapped=True)
     for types in (("q8_0", "q8_0"), ("f32", "f32"), ("f16", "q8_0"), ("q8_0", "f16")):
         yield AttentionShape(128, 128, *types)

@@ -20,6 +20,7 @@ from ops.gpu import (
     handover,
     heads,
     indexer,
+    latent_attention,
     latent_heads,
     linear,
     mailbox,
@@ -30,6 +31,7 @@ from ops.gpu import (
     sampling,
     step_io,
     streams,
+    timestamp,
 )
 from ops.gpu.kernel import Kernel
 
@@ -48,6 +50,7 @@ SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     handover.variants,
     heads.variants,
     latent_heads.variants,
+    latent_attention.variants,
     attention.variants,
     gemm.variants,
     gemm_float.variants,
@@ -55,6 +58,7 @@ SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     streams.variants,
     ngram_memory.variants,
     indexer.variants,
+    timestamp.variants,
 )
 
 

@@ -1,9 +1,11 @@
 """The GPU kernels of delta nets: what the recurrence takes, the recurrence, the gated output norm.
 
 Three launches a layer between its products: `delta_inputs` (convolution, unit length of queries and
-keys, decays, betas), `delta_net` (the recurrence, token by token in one block for 32 columns of a
-head: decoding and prompts have the same bits), `gated_norm`.  `runtime.models.delta_net` has the
-formulas, the headers of the texts the parameters.
+keys, decays, betas), the recurrence, `gated_norm`.  Of the recurrence there are two: `delta_net`,
+token by token in one block for 32 columns of a head; for prompts `delta_chunk`, on tensor cores,
+`CHUNK` tokens at a time, whose bits do not depend on where a prompt is cut as long as that is at
+positions that are multiples of it.  `runtime.models.delta_net` has the formulas, the headers of the
+texts the parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ COLUMNS = 32
 """Value channels of a head that a block of the recurrence has."""
 
 NET_BLOCK = 64
+CHUNK = 16
+"""Tokens that `delta_chunk` takes at a time, from positions that are multiples of it."""
+CHUNK_BLOCK = 128
+CHUNK_COLUMNS = 64
+CHUNK_SHARED_BYTES = 70656
+CHUNK_DECAY_FLOOR = -5.0
+"""Least logarithm of a key's decay for which `delta_chunk` is exact; of a head's there is none."""
 NORM_BLOCK = 128
 NORM_VALUES = 8
 """Values of a row that a thread of `gated_norm` takes."""
@@ -87,6 +96,26 @@ def delta_net(*, overlapped: bool = False) -> Kernel:
 def delta_net_grid(n_value_head: int, dim: int, n_sequences: int) -> tuple[int, int]:
     """A block for `COLUMNS` columns of a head."""
     return n_value_head * -(-dim // COLUMNS), n_sequences
+
+
+def delta_chunk(*, overlapped: bool = False) -> Kernel:
+    """The recurrence of many tokens of each sequence; grid `delta_chunk_grid`.
+
+    Dynamic shared memory: `CHUNK_SHARED_BYTES`.
+    """
+    return Kernel(
+        entry="delta_chunk",
+        source="delta_chunk.ptx",
+        defines=launch_defines(CHUNK_BLOCK, 2, overlapped),
+        params=NET_PARAMS,
+        block=CHUNK_BLOCK,
+        reference=delta_net_reference,
+    )
+
+
+def delta_chunk_grid(n_value_head: int, dim: int, n_sequences: int) -> tuple[int, int]:
+    """A block for `CHUNK_COLUMNS` columns of a head."""
+    return n_value_head * -(-dim // CHUNK_COLUMNS), n_sequences
 
 
 def gated_norm(*, overlapped: bool = False) -> Kernel:
@@ -162,8 +191,8 @@ def gated_norm_reference(x: F32, weight: F32, gates: F32, is_sigmoid: bool, eps:
 
 
 def variants() -> Iterator[tuple[str, Kernel]]:
-    """All three, alone and overlapped."""
-    for make in (delta_inputs, delta_net, gated_norm):
+    """All four, alone and overlapped."""
+    for make in (delta_inputs, delta_net, delta_chunk, gated_norm):
         for overlapped in (False, True):
             kernel = make(overlapped=overlapped)
             yield f"{kernel.entry}{' (overlapped)' if overlapped else ''}", kernel

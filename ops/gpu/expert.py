@@ -77,7 +77,7 @@ def expert_gate_up(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
             *((name, "u64") for name in ("records", "experts", "table", "h", "choices")),
             *((name, "u64") for name in ("gate_scales", "gate_biases")),
             *((name, "u64") for name in ("up_scales", "up_biases")),
-            *((name, "u32") for name in ("n", "n_rows", "n_used", "activation")),
+            *((name, "u32") for name in ("n", "n_rows", "n_used", "rounds", "activation")),
             ("limit", "f32"),
             *_RECORD,
         ),
@@ -100,7 +100,7 @@ def expert_down(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
         params=(
             *((name, "u64") for name in ("h", "experts", "table", "y")),
             *((name, "u64") for name in ("choices", "scales", "biases")),
-            *((name, "u32") for name in ("n", "n_rows")),
+            *((name, "u32") for name in ("n", "n_rows", "rounds")),
             *_RECORD,
         ),
         block=launch.block,

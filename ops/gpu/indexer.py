@@ -18,9 +18,20 @@ PAGE_TOKENS = 32
 MAX_DIM = 128
 KEYS_BLOCK = 128
 SCORES_BLOCK = 128
-SELECT_BLOCK = 256
-SLICES = 264
-"""Blocks of a token's scores while few tokens are decoded: two a multiprocessor."""
+SELECT_BLOCKS = (128, 256, 512, 1024)
+"""Threads of a choice."""
+SELECT_SCORES = 16
+"""Scores that a thread has in registers."""
+SCORES_BLOCKS = 264
+"""Blocks of threads that scores are spread over: an H200 runs as many at a time."""
+SCORES_TOKENS = 4
+"""Most tokens of a block of scores: they read the same keys where they follow each other."""
+TILE_ROWS = 16
+"""Rows of a tensor-core product."""
+CHUNK_BYTES = 1056
+"""Of 32 values of so many rows: two operands and what keeps them in different banks."""
+HEAD_ROWS = 32
+"""Heads that a warp multiplies at a time."""
 
 KEYS_PARAMS = (
     *((name, "u64") for name in ("counts", "rows", "spans", "states", "page_tables", "pages")),
@@ -35,11 +46,14 @@ SCORES_PARAMS = (
     *((name, "u32") for name in ("table_stride", "page_bytes", "queries_stride")),
     *((name, "u32") for name in ("weights_stride", "n_head", "dim", "block", "n_best")),
     ("max_blocks", "u32"),
+    ("tokens", "u32"),
     ("scale", "f32"),
 )
 SELECT_PARAMS = (
-    *((name, "u64") for name in ("counts", "positions", "scores", "masks")),
-    *((name, "u32") for name in ("max_blocks", "mask_stride", "block", "n_best")),
+    *((name, "u64") for name in ("counts", "positions", "rows", "page_tables", "scores")),
+    *((name, "u64") for name in ("lists", "ends", "masks")),
+    *((name, "u32") for name in ("table_stride", "max_blocks", "list_stride", "mask_stride")),
+    *((name, "u32") for name in ("block", "n_best")),
 )
 
 
@@ -60,27 +74,64 @@ def index_keys_grid(n_tokens: int) -> tuple[int]:
 
 
 def index_scores(*, overlapped: bool = False) -> Kernel:
-    """Scores of every complete block; grid (slices, tokens)."""
+    """Scores of every complete block; grid `index_scores_grid`, dynamic shared memory
+    `index_scores_shared_bytes`."""
     return Kernel(
         entry="index_scores",
         source="index_scores.ptx",
-        defines=launch_defines(SCORES_BLOCK, 4, overlapped),
+        defines=launch_defines(SCORES_BLOCK, 2, overlapped),
         params=SCORES_PARAMS,
         block=SCORES_BLOCK,
         reference=scores_reference,
     )
 
 
-def index_select(*, overlapped: bool = False) -> Kernel:
-    """Bits of the keys that each token reads; grid (tokens,)."""
+def index_scores_tokens(n_tokens: int, n_head: int, dim: int, shared_bytes: int) -> int:
+    """Tokens of a block, where one may have so much shared memory.
+
+    Raises: ValueError where the heads of one token have no room.
+    """
+    tokens = 1 << max(0, min(n_tokens, SCORES_TOKENS).bit_length() - 1)
+    while index_scores_shared_bytes(n_head, dim, tokens) > shared_bytes:
+        if tokens == 1:
+            raise ValueError(f"no room for {n_head} heads that choose keys by {dim} values")
+        tokens //= 2
+    return tokens
+
+
+def index_scores_shared_bytes(n_head: int, dim: int, tokens: int) -> int:
+    """Queries of so many tokens in two parts, as operands of tensor-core products."""
+    n_tiles = -(-n_head // HEAD_ROWS) * HEAD_ROWS // TILE_ROWS
+    return 2 * tokens * n_tiles * -(-dim // WARP) * CHUNK_BYTES
+
+
+def index_scores_grid(n_tokens: int, tokens: int) -> tuple[int, int]:
+    """Slices of the keys, and blocks of `tokens` tokens."""
+    n_groups = -(-n_tokens // tokens)
+    return max(1, SCORES_BLOCKS // n_groups), n_groups
+
+
+def index_select(block: int = SELECT_BLOCKS[-1], *, overlapped: bool = False) -> Kernel:
+    """Where the keys lie that each token reads; grid (tokens,), block `index_select_block`."""
     return Kernel(
         entry="index_select",
         source="index_select.ptx",
-        defines=launch_defines(SELECT_BLOCK, 4, overlapped),
+        defines=launch_defines(block, SELECT_BLOCKS[-1] // block, overlapped),
         params=SELECT_PARAMS,
-        block=SELECT_BLOCK,
+        block=block,
         reference=select_reference,
     )
+
+
+def index_select_block(max_blocks: int) -> int:
+    """Threads that have so many scores in registers, or the most there are."""
+    enough = (block for block in SELECT_BLOCKS if SELECT_SCORES * block >= max_blocks)
+    return next(enough, SELECT_BLOCKS[-1])
+
+
+def list_keys(block: int, n_best: int) -> int:
+    """Keys that a token may read: its best blocks, and one that is not complete."""
+    return (n_best + 1) * block
 
 
 def token_key_reference(key: F32, norm: F32, bias: F32 | None, key_eps: float) -> F32:
@@ -124,24 +175,22 @@ def scores_reference(queries: F32, keys: F32, weights: F32 | None, scale: float)
     return result
 
 
-def select_reference(scores: F32, position: int, block: int, n_best: int) -> NDArray[np.uint32]:
-    """u32[pages up to the position's]: a bit for each key that the token reads."""
+def select_reference(scores: F32, position: int, block: int, n_best: int) -> NDArray[np.int64]:
+    """The keys that the token reads, in order; scores that are not numbers are the lowest."""
     n_blocks = (position + 1) // block
-    best = np.argsort(-scores[:n_blocks], kind="stable")[:n_best]
-    read = np.zeros((position // PAGE_TOKENS + 1) * PAGE_TOKENS, bool)
-    for first in best * block:
-        read[first : first + block] = True
-    read[n_blocks * block : position + 1] = True
-    bits = read.reshape(-1, PAGE_TOKENS).astype(np.uint64) << np.arange(
-        PAGE_TOKENS, dtype=np.uint64
-    )
-    result: NDArray[np.uint32] = bits.sum(axis=1).astype(np.uint32)
-    return result
+    known = np.where(np.isnan(scores[:n_blocks]), -np.inf, scores[:n_blocks])
+    best = np.sort(np.argsort(-known, kind="stable")[:n_best])
+    keys = (best[:, None] * block + np.arange(block)).reshape(-1)
+    return np.concatenate([keys, np.arange(n_blocks * block, position + 1)])
 
 
 def variants() -> Iterator[tuple[str, Kernel]]:
-    """All three, alone and overlapped."""
-    for make in (index_keys, index_scores, index_select):
-        for overlapped in (False, True):
+    """All three, alone and overlapped; choices by every number of threads."""
+    for overlapped in (False, True):
+        early = ", overlapped" if overlapped else ""
+        for make in (index_keys, index_scores):
             kernel = make(overlapped=overlapped)
             yield f"{kernel.entry}{' (overlapped)' if overlapped else ''}", kernel
+        for block in SELECT_BLOCKS:
+            kernel = index_select(block, overlapped=overlapped)
+            yield f"{kernel.entry} ({block} threads{early})", kernel

@@ -30,12 +30,12 @@ PIECE_BYTES = 16
 """What an asynchronous copy moves; matrices begin at multiples of it."""
 
 OWN_DOT = frozenset(
-    ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS", "IQ4_NL", "Q4_0", "Q8_0", "NVFP4")
+    (
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS"),
+        *("IQ4_NL", "MXFP4", "Q4_0", "Q8_0", "NVFP4"),
+    )
 )
 """Formats whose row product has a fragment of its own; the others unpack, then multiply."""
-
-DIRECT = frozenset(("Q4_K",))
-"""Formats of 16-byte aligned blocks whose rows may go to registers without a stage."""
 
 HALVES = frozenset(("Q6_K",))
 """Formats of 256-value units whose `dot` takes both halves of the same bytes."""
@@ -141,7 +141,6 @@ def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
     defines = {
         **_product_defines(fmt, team),
         **stage_defines(fmt, team),
-        "PRODUCTS": '"inc/row_pair.inc.ptx"',
         "PASS": f'"inc/pass_{fmt.unit_elems}{suffix}.inc.ptx"',
     }
     if fmt.unit_elems == ACTIVATION_GROUP["q8_256"]:
@@ -153,30 +152,6 @@ def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
         return defines | {"DOT": f'"inc/dot_{fmt.name.lower()}.inc.ptx"'}
     groups = "groups" if fmt.unit_elems == ACTIVATION_GROUP["q8_256"] else "group"
     return defines | {"DOT": f'"inc/dot_{groups}{suffix}.inc.ptx"', "UNPACK": unpack_fragment(fmt)}
-
-
-def direct_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
-    """The same for a product that loads weights to registers.
-
-    Raises:
-        LookupError: the format is not one of `DIRECT`.
-    """
-    if fmt.name not in DIRECT:
-        raise LookupError(
-            f"{fmt.name} needs a stage; only {', '.join(sorted(DIRECT))} goes without"
-        )
-    name = fmt.name.lower()
-    return {
-        **_product_defines(fmt, team),
-        "BLOCK_LOG": fmt.block_elems.bit_length() - 1,
-        "BLOCK_BYTES": fmt.block_bytes,
-        "CHUNK_BYTES": 0,
-        "TEAM": team,
-        "PRODUCTS": '"inc/row_direct.inc.ptx"',
-        "LOAD_X": '"inc/load_x_256.inc.ptx"',
-        "RAW": f'"inc/raw_{name}.inc.ptx"',
-        "MATH": f'"inc/math_{name}.inc.ptx"',
-    }
 
 
 def _product_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:

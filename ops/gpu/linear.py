@@ -110,7 +110,7 @@ def linear(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
     return Kernel(
         entry=f"linear_{fmt.name.lower()}",
         source="linear_float.ptx" if is_float(fmt) else "linear.ptx",
-        defines=launch.defines(fmt),
+        defines=launch.fixed_defines(fmt),
         params=PARAMS,
         block=launch.block,
         reference=linear_reference,

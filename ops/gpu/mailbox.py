@@ -31,6 +31,22 @@ UNITS_A_PUBLISHER = 4
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What the next layer's router makes of this layer's input; see `ops.exchange`.
+
+    address  of f32 rows, 16-byte aligned; stride  bytes from one to the next, a multiple of 16
+    n_bytes  of all of them, a multiple of 16
+    """
+
+    address: int = 0
+    stride: int = 0
+    n_bytes: int = 0
+
+
+NO_FORECAST = Forecast()
+
+
+@dataclass(frozen=True)
 class MailboxLaunch:
     """How the kernel is launched for one layer.
 
@@ -60,9 +76,13 @@ class MailboxLaunch:
     def shared_bytes(self) -> int:
         return 4 * self.n_slots + 16
 
-    def sizes(self, layout: ExchangeLayout) -> dict[str, int]:
+    def sizes(self, layout: ExchangeLayout, forecast: Forecast = NO_FORECAST) -> dict[str, int]:
         """The kernel's arguments that follow from the sizes."""
         return {
+            "forecast": forecast.address,
+            "forecast_stride": forecast.stride,
+            "forecast_bytes": forecast.n_bytes,
+            "forecasts_offset": layout.forecasts_offset,
             "n_used": self.n_slots // self.n_tokens,
             "n_rows": self.n_rows,
             "record_bytes": self.record_bytes,
@@ -88,6 +108,7 @@ def mailbox(block: int = BLOCK, *, overlapped: bool = False) -> Kernel:
             **launch_defines(block, 1, overlapped),
             "POSTED": exchange.POSTED,
             "N_MISSES": exchange.N_MISSES,
+            "FORECAST": exchange.FORECAST,
             "HEARTBEAT": exchange.HEARTBEAT,
             "FAILED": exchange.FAILED,
             "MISSES": exchange.MISSES,
@@ -97,6 +118,8 @@ def mailbox(block: int = BLOCK, *, overlapped: bool = False) -> Kernel:
             *((name, "u64") for name in ("y", "slots", "exchange", "state", "patience")),
             *((name, "u32") for name in ("layer", "n_layers", "n_used", "n_rows", "record_bytes")),
             *((name, "u32") for name in ("records_offset", "answers_offset", "publishers")),
+            ("forecast", "u64"),
+            *((name, "u32") for name in ("forecast_stride", "forecast_bytes", "forecasts_offset")),
         ),
         block=block,
         reference=mailbox_reference,

@@ -6,20 +6,19 @@ float rows are simpler, but their pairs and blocks count alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ops.arithmetic import FLOAT_PARTIALS, activation_layout
 from ops.gpu.kernel import (
     CHUNK_ELEMS,
-    DIRECT,
     WARP,
-    direct_defines,
     float_defines,
     format_defines,
     launch_defines,
     table_copies_bytes,
 )
 from ops.quants import FORMATS, BlockFormat
+from ops.quants.block import ACTIVATION_GROUP
 
 FLOAT_FORMATS = ("F32", "F16", "BF16")
 """Formats of numbers; F64 is converted when a model is loaded."""
@@ -49,6 +48,21 @@ ONE_ROUND = frozenset(("Q4_K", "Q5_K", "Q6_K", "Q8_0"))
 """Formats of most dense matrices: with fewer rows a pair a team, on more multiprocessors."""
 
 
+HALF_SHARED_BYTES = 113 << 10
+"""Of shared memory that each of two blocks of an H200's multiprocessor may take."""
+
+BLOCK_SHARED_BYTES = 1024
+"""Of shared memory that a block takes besides its own."""
+
+
+@dataclass(frozen=True)
+class Multiprocessors:
+    """How many a GPU has, and the bytes of shared memory of each."""
+
+    count: int
+    shared_bytes: int
+
+
 @dataclass(frozen=True)
 class RowLaunch:
     """How a kernel that multiplies pairs of rows is built and launched.
@@ -56,9 +70,9 @@ class RowLaunch:
     team        lanes that share two rows, one of `TEAMS`; 32 for float formats
     block       threads of a block
     min_blocks  blocks of a multiprocessor that have to fit in its registers
-    rounds      pairs of rows that a team multiplies in turn, the next one's weights under way
+    rounds      pairs of rows that a team multiplies in turn
+    buffers     chunks of two rows that a team has under way
     overlapped  starts while its predecessor runs; see `launch_defines`
-    direct      weights go to registers, not through shared memory: of formats in `DIRECT` only
 
     `best_launch`, `gate_up_launch` and `down_launch` give what was best on an H200 among the other
     kernels of a layer; alone, a kernel's best launch is another one.
@@ -69,7 +83,7 @@ class RowLaunch:
     min_blocks: int = 3
     rounds: int = 2
     overlapped: bool = False
-    direct: bool = False
+    buffers: int = 2
 
     @property
     def pairs(self) -> int:
@@ -77,13 +91,20 @@ class RowLaunch:
         return self.block // self.team
 
     def defines(self, fmt: BlockFormat) -> dict[str, str | int]:
+        """The macros of a kernel that is told the rounds when it is launched."""
         how = launch_defines(self.block, self.min_blocks, self.overlapped)
-        how["ROUNDS"] = self.rounds
         if is_float(fmt):
             return float_defines(fmt) | how
-        how["NEXT_PAIR"] = f'"inc/next_pair{"" if self.rounds > 1 else "_none"}.inc.ptx"'
-        of_format = direct_defines if self.direct else format_defines
-        return of_format(fmt, self.team) | how
+        how["NEXT_PAIR"] = '"inc/next_pair.inc.ptx"'
+        ring = {"BUFFERS": self.buffers, "NEWER": self.buffers - 1}
+        return format_defines(fmt, self.team) | how | ring
+
+    def fixed_defines(self, fmt: BlockFormat) -> dict[str, str | int]:
+        """The macros of a kernel that is made for these rounds."""
+        fixed = self.defines(fmt) | {"ROUNDS": self.rounds}
+        if self.rounds == 1 and not is_float(fmt):
+            fixed["NEXT_PAIR"] = '"inc/next_pair_none.inc.ptx"'
+        return fixed
 
     def blocks(self, n_rows: int) -> int:
         """Blocks for the pairs of a matrix's rows."""
@@ -99,10 +120,10 @@ class RowLaunch:
             n_buffers = min(-(-n // CHUNK_ELEMS), FLOAT_BUFFERS)
             width = min(-(-n // FLOAT_PARTIALS) * FLOAT_PARTIALS, CHUNK_ELEMS)
             return n_buffers * width * (4 + 2 * self.pairs * fmt.block_bytes)
-        chunk = 0 if self.direct else min(fmt.row_bytes(n), fmt.row_bytes(CHUNK_ELEMS))
+        chunk = min(fmt.row_bytes(n), fmt.row_bytes(CHUNK_ELEMS))
         piece = -(-chunk // 16) * 16 + 16
         record_bytes = activation_layout(fmt.activation, n)[2]
-        team_bytes = 4 * piece + 8 * self.rounds
+        team_bytes = 2 * self.buffers * piece + 8 * self.rounds
         return record_bytes + table_copies_bytes(fmt) + self.pairs * team_bytes
 
 
@@ -122,16 +143,35 @@ def best_launch(
 
 
 def gate_up_launch(fmt: BlockFormat, team: int, *, overlapped: bool = False) -> RowLaunch:
-    """How `expert_gate_up` is launched: its weights are known late, so all warps wait for them."""
-    if fmt.name in DIRECT:
-        return RowLaunch(team, 128, 7, 3, overlapped, direct=True)
-    return RowLaunch(team, overlapped=overlapped)
+    """How `expert_gate_up` is launched, but for its rounds: see `in_one_wave`."""
+    return RowLaunch(team, min_blocks=3 if _is_wide(fmt) else 4, overlapped=overlapped)
 
 
 def down_launch(fmt: BlockFormat, team: int, *, overlapped: bool = False) -> RowLaunch:
-    """How `expert_down` is launched, beside the last blocks of `expert_gate_up`."""
-    direct = fmt.name in DIRECT
-    return RowLaunch(team, min_blocks=2, overlapped=overlapped, direct=direct)
+    """How `expert_down` is launched, but for its rounds: see `in_one_wave`."""
+    return RowLaunch(team, min_blocks=2 if _is_wide(fmt) else 4, overlapped=overlapped)
+
+
+def in_one_wave(
+    launch: RowLaunch, fmt: BlockFormat, n: int, n_pairs: int, gpu: Multiprocessors
+) -> RowLaunch:
+    """The launch with as few rounds as let the blocks of all slots run at once.
+
+    n        values a row
+    n_pairs  of all slots together
+
+    A block begins by waiting: for where its weights are, for its record, for the first of its
+    weights. On an H200 64 slots of 2048x768 Q4_K took 44 us in one wave, 59 in ten.
+    """
+    fitting = gpu.shared_bytes // (launch.shared_bytes(fmt, n) + BLOCK_SHARED_BYTES)
+    resident = max(1, min(launch.min_blocks, fitting))
+    at_once = resident * gpu.count * launch.pairs
+    return replace(launch, rounds=max(1, -(-n_pairs // at_once)))
+
+
+def _is_wide(fmt: BlockFormat) -> bool:
+    """Whether its products take many registers: 4 lanes multiply a unit of 256 weights."""
+    return fmt.unit_elems == ACTIVATION_GROUP["q8_256"]
 
 
 def is_float(fmt: BlockFormat) -> bool:
@@ -142,7 +182,9 @@ def is_float(fmt: BlockFormat) -> bool:
 def best_team(fmt: BlockFormat, n: int) -> int:
     """The team whose lanes idle least in rows of n values; the largest of several.
 
-    On an H200 this took 24 % off down of 768 values and 11 % off that of 1536 (Q4_K).
+    On an H200 this took 24 % off down of 768 values. But a block has more teams if they are small,
+    each with its buffers: where two blocks would not fit a multiprocessor, a larger team is better
+    (down of 1536 values, Q6_K: 12.6 us with teams of 16, 18.3 with teams of 8).
     """
     lanes_per_unit = 4 if fmt.unit_elems == 256 else 2
     n_units = min(n, CHUNK_ELEMS) // fmt.unit_elems
@@ -151,4 +193,5 @@ def best_team(fmt: BlockFormat, n: int) -> int:
         at_once = team // lanes_per_unit
         return n_units / (-(-n_units // at_once) * at_once)
 
-    return max(TEAMS, key=lambda team: (used(team), team))
+    fitting = [t for t in TEAMS if RowLaunch(t).shared_bytes(fmt, n) <= HALF_SHARED_BYTES]
+    return max(fitting or TEAMS[:1], key=lambda team: (used(team), team))

@@ -13,7 +13,8 @@ control         device memory of n_bytes
 deltas_offset   where in a block of the ring the changes are: u32 n, 12 bytes not read, then at
                 most max_deltas of {u32 row, u32 not read, u64 gate, u64 up, u64 down}
 max_deltas      room for changes, 0: none is read
-table           u64[*, 4]: row gets {gate, up, down, 0}; rows of one step differ
+table           u64[*, 4]: row gets {gate, up, down} and keeps its fourth word; rows of one step
+                differ
 
 `report` is the last.  It copies results to mapped memory, marks outputs whose logits are not
 finite, adds 1 to the epoch, and last of all stores `done`.  Grid (`report_blocks`, 1 + outputs).
@@ -122,7 +123,6 @@ def refresh_reference(block: U8, n_bytes: int, deltas_offset: int, table: NDArra
     words = block[first : first + DELTA_BYTES * int(n)].view(np.uint64).reshape(-1, 4)
     rows = (words[:, 0] & np.uint64(0xFFFFFFFF)).astype(np.int64)
     table[rows, :3] = words[:, 1:]
-    table[rows, 3] = 0
     return block[:n_bytes].copy()
 
 

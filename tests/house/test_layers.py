@@ -33,6 +33,7 @@ HOMES = {
     "tokenizers": ("runtime/text/",),
     "tqdm": ("runtime/progress.py",),
     "huggingface_hub": ("server/download.py", "runtime/download.py"),
+    "nvtx": ("runtime/profiling/nvtx_ranges.py",),
     "numpy": ("ops/", "runtime/", "profiles/"),
 }
 

@@ -13,7 +13,7 @@ from ops import exchange
 from ops.cpu.team import Team, acquire_team
 from ops.exchange import ExchangeLayout
 from ops.gpu.mailbox import STATE_BYTES, MailboxLaunch, mailbox
-from runtime.experts.serve_program import ServeProgram, record_bytes
+from runtime.experts.serve_program import ServeMemory, ServeProgram, record_bytes
 from tests.support.machines import InterpretedMachine
 from tests.support.moe_layers import MoeLayers
 from tests.support.ptx.host_memory import HostMemory
@@ -57,9 +57,8 @@ class Steps:
         self.done = self.place(np.zeros(1, np.uint32))
         self.state = self.place(np.zeros(STATE_BYTES // 4, np.uint32))
         self.team = team
-        self.serve = ServeProgram(
-            weights, specs, self.layout, self.exchange, self.done, team.n_threads
-        )  # fmt: skip
+        memory = ServeMemory(weights, specs, self.layout, self.exchange, team.n_threads)
+        self.serve = ServeProgram(memory, self.done)
 
     def place(self, array: NDArray[np.generic]) -> int:
         return self.machine.place(array)

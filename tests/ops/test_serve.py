@@ -14,11 +14,12 @@ from ops.cpu.program import aligned
 from ops.cpu.team import Team, acquire_team
 from ops.exchange import ExchangeLayout, sequence
 from ops.quants import FORMATS
-from runtime.experts.serve_program import ServeProgram, record_bytes
+from runtime.experts.serve_program import ServeMemory, ServeProgram, record_bytes
 from tests.support.moe_layers import MoeLayers
 
 EPOCH = 41
 N_EXPERT, N_USED = 6, 3
+FORECAST_STRIDE = 48
 Bytes = NDArray[np.uint8]
 
 
@@ -35,13 +36,15 @@ class Served:
         self.layers, self.team = layers, team
         widths = [record_bytes(layers.weights, spec) for spec in layers.specs]
         rows = max(spec.down.n_out for spec in layers.specs)
-        self.layout = ExchangeLayout(n_tokens * N_USED, n_tokens, max(widths), rows)
+        self.layout = ExchangeLayout(
+            n_tokens * N_USED, n_tokens, max(widths), rows, FORECAST_STRIDE * n_tokens
+        )
         self.memory = aligned(self.layout.n_bytes, np.uint8, 256)
         self.done = aligned(1, np.uint32)
-        self.serve = ServeProgram(
-            layers.weights, layers.specs, self.layout, self.memory.ctypes.data,
-            self.done.ctypes.data, team.n_threads,
-        )  # fmt: skip
+        self.shared = ServeMemory(
+            layers.weights, layers.specs, self.layout, self.memory.ctypes.data, team.n_threads
+        )
+        self.serve = ServeProgram(self.shared, self.done.ctypes.data)
 
     def post(self, layer: int, records: Bytes, misses: NDArray[np.uint32], epoch: int) -> None:
         """What the GPU does: misses u32[n], slot | expert << 16."""
@@ -157,4 +160,75 @@ def test_a_step_that_is_given_up_ends(team: Team) -> None:
     assert served.serve.program.running
     served.serve.abort()
     served.serve.program.wait()
+    served.serve.program.close()
+
+
+def forecast_of(served: Served, rows: list[list[float]]) -> None:
+    """The forecasts that come with the next post, a row for each token."""
+    values = np.zeros((len(rows), FORECAST_STRIDE // 4), np.float32)
+    values[:, :N_EXPERT] = rows
+    place = served.memory[served.layout.forecasts_offset :][: values.nbytes]
+    place[:] = values.reshape(-1).view(np.uint8)
+    served.memory[exchange.FORECAST :][:4].view(np.uint32)[0] = FORECAST_STRIDE
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[0, 9, 8, 7, 6, 5]], [2, 3]),
+        ([[9, 0, 0, 8, 7, 1], [0, 9, 8, 7, 0, 0]], [3, 2]),
+        ([[9, 8, 0, 0, 0, 7]], [5]),
+        ([[9, 8, 0, 0, 7, 0]], []),
+    ],
+)
+def test_a_forecast_names_what_the_cpu_would_have_to_compute(
+    rows: list[list[float]], expected: list[int], team: Team
+) -> None:
+    """Three experts a token are chosen; 0, 1 and 4 of the next layer are on the GPU."""
+    layers = MoeLayers()
+    for _ in range(2):
+        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 2, team)
+    served.shared.missing[1] = [1, 1, 0, 0, 1, 0]
+    x = np.ones((len(rows), 256), np.float32)
+    forecast_of(served, rows)
+    served.post(0, layers.records(0, x), np.array([1 | 5 << 16], np.uint32), EPOCH)
+    served.done[0] = EPOCH
+    served.serve.begin(EPOCH)
+    team.run(served.serve.program)
+    n_listed = int(served.shared.listed[0])
+    assert served.shared.listed[1 : 1 + n_listed].tolist() == expected
+    fetches = served.serve.program.names.index("1.fetch_ahead")
+    assert served.serve.program.n_chunks[fetches] == (team.n_threads if expected else 0)
+    served.serve.program.close()
+
+
+def test_without_a_forecast_nothing_is_fetched_ahead(team: Team) -> None:
+    layers = MoeLayers()
+    for _ in range(2):
+        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    served.shared.missing[:] = 0
+    served.post(0, layers.records(0, np.ones((1, 256), np.float32)), np.array([5 << 16]), EPOCH)
+    served.done[0] = EPOCH
+    served.serve.begin(EPOCH)
+    team.run(served.serve.program)
+    assert served.shared.listed[0] == 0
+    served.serve.program.close()
+
+
+def test_a_late_worker_fetches_nothing_once_the_gpu_has_posted(team: Team) -> None:
+    """What the second layer misses is posted before the first one's program begins."""
+    layers = MoeLayers()
+    for _ in range(2):
+        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    served.shared.missing[:] = 0
+    x = np.ones((1, 256), np.float32)
+    forecast_of(served, [[1, 2, 3, 4, 5, 6]])
+    served.post(1, layers.records(1, x), np.array([5 << 16], np.uint32), EPOCH)
+    served.serve.begin(EPOCH)
+    team.run(served.serve.program)
+    assert served.shared.listed[0] == 0
+    assert np.array_equal(served.answers(1, 1)[0][0], layers.expected(1, x, 5)[0])
     served.serve.program.close()

@@ -6,7 +6,15 @@ import pytest
 
 from ops.gpu.expert import expert_down, expert_gate_up
 from ops.gpu.linear import Segment, linear, segments
-from ops.gpu.row_launch import RowLaunch, best_team
+from ops.gpu.row_launch import (
+    BLOCK_FORMATS,
+    HALF_SHARED_BYTES,
+    Multiprocessors,
+    RowLaunch,
+    best_team,
+    gate_up_launch,
+    in_one_wave,
+)
 from ops.quants import FORMATS
 
 
@@ -32,13 +40,38 @@ def test_team_leaves_the_fewest_lanes_idle() -> None:
     assert [best_team(FORMATS["Q8_0"], n) for n in widths] == [16, 32, 32, 32]
 
 
+def test_a_team_is_not_so_small_that_one_block_takes_a_multiprocessor() -> None:
+    assert best_team(FORMATS["Q6_K"], 1536) == 32
+    for name in BLOCK_FORMATS:
+        for n in (256, 768, 1536, 2048, 4096, 14336):
+            launch = RowLaunch(best_team(FORMATS[name], n))
+            assert launch.shared_bytes(FORMATS[name], n) <= HALF_SHARED_BYTES
+
+
+def test_blocks_of_all_slots_run_at_once() -> None:
+    h200 = Multiprocessors(132, 232448)
+    fmt = FORMATS["Q4_K"]
+    for n_slots, rounds, n_blocks in ((8, 2, 384), (16, 4, 384), (64, 16, 384), (1, 1, 96)):
+        launch = in_one_wave(gate_up_launch(fmt, 32), fmt, 2048, 768 * n_slots, h200)
+        assert launch.rounds == rounds
+        x, y = launch.grid(768, n_slots)
+        assert x * y == n_blocks <= 3 * h200.count
+
+
+def test_shared_memory_bounds_how_many_run_at_once() -> None:
+    fmt = FORMATS["Q6_K"]
+    launch = gate_up_launch(fmt, 32)
+    assert launch.shared_bytes(fmt, 2048) > 50 << 10
+    small = in_one_wave(launch, fmt, 2048, 768 * 8, Multiprocessors(132, 101376))
+    assert small.rounds == 6  # one block a multiprocessor, where an H200 has three
+    assert in_one_wave(launch, fmt, 2048, 768 * 8, Multiprocessors(132, 232448)).rounds == 2
+
+
 def test_other_formats_are_refused() -> None:
     with pytest.raises(LookupError, match="no expert kernels for F16; there are Q4_0"):
         expert_down(FORMATS["F16"], RowLaunch(32))
     with pytest.raises(LookupError, match="no GPU kernels for F64; there are Q4_0"):
         linear(FORMATS["F64"], RowLaunch(32))
-    with pytest.raises(LookupError, match="Q6_K needs a stage; only Q4_K goes without"):
-        linear(FORMATS["Q6_K"], RowLaunch(32, direct=True))
 
 
 def test_float_rows_have_one_round() -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from runtime.config import EngineConfig
+from runtime.config import ContextShape, EngineConfig
 from runtime.cuda import module as module_file
 from runtime.cuda.driver import initialized
 from runtime.engine import placement
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.fake_executor import FakeExecutor
+from runtime.engine.placement import Ready
 from runtime.experts.self_test import SelfTest
 from tests.support.fake_driver import ALLOCATING, FakeDriver
 from tests.support.stub_kernels import StubKernels
@@ -66,11 +67,11 @@ def bad_machine(patch: pytest.MonkeyPatch, cubins: Path) -> BadDriver:
     return fake
 
 
-def fake_cpu(model: Any, config: Any, shape: Any, progress: Any) -> FakeExecutor:
+def fake_cpu(model: Any, *others: Any) -> Ready:
     limits = ExecutorLimits(
         n_vocab=model.spec.n_vocab, n_pages=8, page_tokens=32, max_step_tokens=4, max_sequences=2
     )
-    return FakeExecutor(limits)
+    return Ready(FakeExecutor(limits), ContextShape(256, 1, 256))
 
 
 def config_of(path: Path, device: str = "cuda", **settings: Any) -> EngineConfig:

@@ -10,6 +10,7 @@ tests/cuda/test_fake_driver.py holds names, parameters and constants against the
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -46,6 +47,9 @@ ALLOCATING = frozenset(
     )
 )
 """Functions that the real driver may answer with CUDA_ERROR_OUT_OF_MEMORY."""
+
+PAGE = mmap.PAGESIZE
+"""What is registered is whole pages: no page may be in two registrations."""
 
 Operation = Callable[[], bool]
 Kernel = Callable[..., None]
@@ -361,6 +365,11 @@ class FakeDriver:
             reaching.close(int(dptr))
 
     def _cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
+        pages = [a // PAGE for a in (p, p + bytesize - 1)]
+        for other in self._registered:
+            last = (other + self._get("registered", other) - 1) // PAGE
+            if pages[0] <= last and other // PAGE <= pages[1]:
+                raise Failure("HOST_MEMORY_ALREADY_REGISTERED")
         self._new("registered", bytesize, p)
         writable = not Flags & self.CU_MEMHOSTREGISTER_READ_ONLY
         self._registered[p] = self._registered_for(Flags)
@@ -384,6 +393,12 @@ class FakeDriver:
         self._get("registered", p)
         return p
 
+    def _check_registrations(self, host: int, nbytes: int) -> None:
+        """A copy that begins in registered memory ends in the same registration."""
+        for handle in self._registered:
+            if handle <= host < handle + self._get("registered", handle) < host + nbytes:
+                raise Failure("INVALID_VALUE")
+
     def _span(self, address: int, nbytes: int) -> NDArray[np.uint8]:
         """The bytes of device memory there, which one allocation has to hold."""
         for handle, (kind, memory) in self.objects.items():
@@ -399,6 +414,7 @@ class FakeDriver:
         self, dstDevice: Any, srcHost: Any, ByteCount: int, hStream: Any
     ) -> None:
         target = self._span(int(dstDevice), ByteCount).ctypes.data
+        self._check_registrations(int(srcHost), ByteCount)
         self._enqueue(hStream, lambda: bool(ctypes.memmove(target, srcHost, ByteCount)))
 
     def _cuMemcpyDtoHAsync(

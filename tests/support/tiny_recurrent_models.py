@@ -63,16 +63,17 @@ def qwen4exp(n_low: int = 24) -> TinyModel:
     return model
 
 
-def glm5_next(kda_dim: int = 16) -> TinyModel:
+def glm5_next(kda_dim: int = 16, latent: int = 32, n_head: int = N_HEAD) -> TinyModel:
     """Layers 1, 4 and 5 attend, 5 to what 4 has chosen; the others are KDA."""
     model = TinyModel("glm5-next")
     n_layers, n_expert, n_ff, n_dense = 6, 8, 32, 96
     n_head_kv = [0, 1, 0, 0, 1, 1, 1]
-    model.base(N_EMBD, n_layers + 1, N_HEAD, n_head_kv, n_ff=n_dense)
-    model.set(attention__key_length=32, attention__value_length=32, rope__dimension_count=0)
+    model.base(N_EMBD, n_layers + 1, n_head, n_head_kv, n_ff=n_dense)
+    model.set(attention__key_length=latent, attention__value_length=latent)
+    model.set(rope__dimension_count=0)
     model.set(nextn_predict_layers=1, attention__layer_norm_epsilon=1e-6, ssm__conv_kernel=4)
     model.set(kda__head_dim=kda_dim, kda__gate_lower_bound=-5.0)
-    model.set(attention__q_lora_rank=48, attention__kv_lora_rank=32)
+    model.set(attention__q_lora_rank=48, attention__kv_lora_rank=latent)
     model.set(attention__key_length_mla=16, attention__value_length_mla=24)
     model.set(attention__indexer__head_count=24, attention__indexer__key_length=16)
     model.set(attention__indexer__top_k=8, attention__indexer__kpool=4)
@@ -92,9 +93,9 @@ def glm5_next(kda_dim: int = 16) -> TinyModel:
                 model.bias(f"{name}_base.weight", 24, gain=3)
                 model.norm(f"{name}_scale.weight", 3)
         if n_head_kv[i] == 0:
-            _kda(model, i, kda_dim)
+            _kda(model, i, kda_dim, n_head)
         else:
-            _sparse_latent(model, i, has_indexer=i != 5)
+            _sparse_latent(model, i, latent, n_head, has_indexer=i != 5)
         if i < 1:
             model.dense(i, N_EMBD, n_dense, gain=2)
         else:
@@ -108,30 +109,32 @@ def glm5_next(kda_dim: int = 16) -> TinyModel:
     return model
 
 
-def _kda(model: TinyModel, layer: int, dim: int) -> None:
-    prefix, width = f"blk.{layer}.", dim * N_HEAD
+def _kda(model: TinyModel, layer: int, dim: int, n_head: int) -> None:
+    prefix, width = f"blk.{layer}.", dim * n_head
     for part in "qkv":
         model.taps(f"{prefix}ssm_conv1d_{part}.weight", 4, 1, width, 1)
     model.attention(layer, N_EMBD, width, width)
     model.matrix(f"{prefix}ssm_f_a.weight", N_EMBD, dim)
     model.matrix(f"{prefix}ssm_f_b.weight", dim, width)
-    model.matrix(f"{prefix}ssm_beta.weight", N_EMBD, N_HEAD)
-    model.rates(f"{prefix}ssm_a", N_HEAD)
+    model.matrix(f"{prefix}ssm_beta.weight", N_EMBD, n_head)
+    model.rates(f"{prefix}ssm_a", n_head)
     model.bias(f"{prefix}ssm_dt.bias", width)
     model.matrix(f"{prefix}ssm_g_a.weight", N_EMBD, dim)
     model.matrix(f"{prefix}ssm_g_b.weight", dim, width)
     model.norm(f"{prefix}ssm_norm.weight", dim)
 
 
-def _sparse_latent(model: TinyModel, layer: int, has_indexer: bool) -> None:
-    prefix, rank, latent, dim_q, dim_v, dim = f"blk.{layer}.", 48, 32, 16, 24, 16
+def _sparse_latent(
+    model: TinyModel, layer: int, latent: int, n_head: int, has_indexer: bool
+) -> None:
+    prefix, rank, dim_q, dim_v, dim = f"blk.{layer}.", 48, 16, 24, 16
     model.norms(layer, attn_q_a_norm=rank, attn_kv_a_norm=latent)
     model.matrix(f"{prefix}attn_q_a.weight", N_EMBD, rank)
-    model.matrix(f"{prefix}attn_q_b.weight", rank, N_HEAD * dim_q)
+    model.matrix(f"{prefix}attn_q_b.weight", rank, n_head * dim_q)
     model.matrix(f"{prefix}attn_kv_a_mqa.weight", N_EMBD, latent)
-    model.matrix(f"{prefix}attn_k_b.weight", dim_q, latent, N_HEAD)
-    model.matrix(f"{prefix}attn_v_b.weight", latent, dim_v, N_HEAD)
-    model.matrix(f"{prefix}attn_output.weight", N_HEAD * dim_v, N_EMBD)
+    model.matrix(f"{prefix}attn_k_b.weight", dim_q, latent, n_head)
+    model.matrix(f"{prefix}attn_v_b.weight", latent, dim_v, n_head)
+    model.matrix(f"{prefix}attn_output.weight", n_head * dim_v, N_EMBD)
     if has_indexer:
         model.norm(f"{prefix}indexer.k_norm.weight", dim)
         model.bias(f"{prefix}indexer.k_norm.bias", dim)

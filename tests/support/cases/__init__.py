@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from tests.support.cases import (
     activate,
     attention,
+    attention_join,
     delta_net,
     embed,
     expert,
@@ -18,6 +19,7 @@ from tests.support.cases import (
     handover,
     heads,
     indexer,
+    latent_attention,
     latent_heads,
     linear,
     mailbox,
@@ -29,6 +31,7 @@ from tests.support.cases import (
     sampling,
     step_io,
     streams,
+    timestamp,
 )
 from tests.support.cases.case import Case
 
@@ -48,12 +51,15 @@ SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (
     handover.cases,
     heads.cases,
     latent_heads.cases,
+    latent_attention.cases,
     attention.cases,
+    attention_join.cases,
     gemm.cases,
     delta_net.cases,
     streams.cases,
     ngram_memory.cases,
     indexer.cases,
+    timestamp.cases,
 )
 
 

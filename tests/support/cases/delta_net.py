@@ -10,8 +10,11 @@ import numpy as np
 
 from ops.arithmetic import activation_layout, quantize_rows
 from ops.gpu.delta_net import (
+    CHUNK_SHARED_BYTES,
     N_TAPS,
     decay_reference,
+    delta_chunk,
+    delta_chunk_grid,
     delta_inputs,
     delta_inputs_grid,
     delta_inputs_reference,
@@ -77,6 +80,18 @@ LARGE = (
     Setting(16, 48, 128, ((1, 7, 0), (1, 0, 2), (1, 1, 1), (1, 900, 3))),
     Setting(16, 48, 128, ((37, 0, 0), (20, 4, 1))),
     Setting(64, 64, 128, ((1, 7, 0), (30, 0, 2)), wide_decay=True, has_floor=True),
+)
+SMALL_CHUNKS = (
+    Setting(1, 2, 16, ((5, 0, 1), (1, 7, 0), (41, 9, 3), (0, 3, 2))),
+    Setting(1, 1, 128, ((33, 0, 1), (4, 30, 0)), wide_decay=True),
+    Setting(1, 1, 64, ((18, 31, 0),)),
+    Setting(1, 1, 32, ((17, 15, 0),), wide_decay=True),
+    Setting(1, 1, 128, ((17, 16, 0),)),
+)
+LARGE_CHUNKS = (
+    Setting(16, 48, 128, ((512, 0, 0),)),
+    Setting(16, 48, 128, ((37, 3, 0), (1, 900, 3), (20, 4, 1))),
+    Setting(64, 64, 128, ((200, 7, 0), (30, 0, 2)), wide_decay=True),
 )
 NORMS = (("f32", "q8_256", "q8_32"), ("f32",), ("q8_32",))
 
@@ -175,7 +190,7 @@ def run_inputs(s: Setting, overlapped: bool, m: Machine) -> Outcome:
     return _outcome(m, [*zip(outs, (qkv, decay, beta), strict=True), (states, slots)])
 
 
-def run_net(s: Setting, overlapped: bool, m: Machine) -> Outcome:
+def run_net(s: Setting, chunks: bool, overlapped: bool, m: Machine) -> Outcome:
     """Outputs, and the states of all slots."""
     operands = Operands(s, m)
     n, n_heads = s.n_tokens, 2 * s.n_key_head + s.n_value_head
@@ -183,15 +198,17 @@ def run_net(s: Setting, overlapped: bool, m: Machine) -> Outcome:
     keys = qkv[:, : 2 * s.n_key_head]
     keys /= np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
     decay = operands.uniform(0.1, 1, n + 1, s.n_value_head, s.width)
+    decay[:: 5 if n > 20 else 1 << 30] = np.float32(np.exp(FLOOR))
     beta = operands.uniform(0, 1, n + 1, s.n_value_head)
     matrices = (s.n_value_head, s.dim, s.dim)
     n_state = int(np.prod(matrices))
     slots = operands.normal(s.n_slots, n_state + SLOT_GAP)
     states = m.place(slots)
     out = m.place(np.full((n + 1, s.n_value_head, s.dim), UNTOUCHED, np.float32))
+    make, grid = (delta_chunk, delta_chunk_grid) if chunks else (delta_net, delta_net_grid)
     m.launch(
-        delta_net(overlapped=overlapped),
-        delta_net_grid(s.n_value_head, s.dim, len(s.spans) + 1),
+        make(overlapped=overlapped),
+        grid(s.n_value_head, s.dim, len(s.spans) + 1),
         {
             **operands.arguments,
             "states": states,
@@ -205,6 +222,7 @@ def run_net(s: Setting, overlapped: bool, m: Machine) -> Outcome:
             "dim": s.dim,
             "decay_width": s.width,
         },
+        shared_bytes=CHUNK_SHARED_BYTES if chunks else 0,
     )
     expected = np.full((n + 1, s.n_value_head, s.dim), UNTOUCHED, np.float32)
     for first, count, position, slot in operands.spans:
@@ -289,7 +307,12 @@ def cases() -> Iterator[Case]:
             for overlapped in (False,) if large else (False, True):
                 inputs, net = (make(overlapped=overlapped) for make in (delta_inputs, delta_net))
                 yield Case(str(s), inputs, partial(run_inputs, s, overlapped), large)
-                yield Case(str(s), net, partial(run_net, s, overlapped), large)
+                yield Case(str(s), net, partial(run_net, s, False, overlapped), large)
+    for settings, large in ((SMALL_CHUNKS, False), (LARGE_CHUNKS, True)):
+        for s in settings:
+            for overlapped in (False,) if large else (False, True):
+                run = partial(run_net, s, True, overlapped)
+                yield Case(str(s), delta_chunk(overlapped=overlapped), run, large)
     floorless = replace(SMALL[2], has_floor=False)
     for overlapped in (False, True):
         yield Case(

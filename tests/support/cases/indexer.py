@@ -9,18 +9,25 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.gpu.attention_copies import LIST_KEYS
 from ops.gpu.heads import turns_of
 from ops.gpu.indexer import (
     PAGE_TOKENS,
+    SELECT_BLOCKS,
     block_key_reference,
     index_keys,
     index_keys_grid,
     index_scores,
+    index_scores_grid,
+    index_scores_shared_bytes,
     index_select,
+    index_select_block,
+    list_keys,
     scores_reference,
     select_reference,
     token_key_reference,
 )
+from ops.gpu.kernel import Kernel
 from ops.quants.block import F32
 from tests.support.cases.case import Case, Outcome
 from tests.support.machines import Machine
@@ -140,26 +147,47 @@ def run_keys(s: Keys, overlapped: bool, m: Machine) -> Outcome:
 POSITIONS = (70, 40, 19, 95)
 
 
-def run_scores(
-    dim: int, n_head: int, weighted: bool, positions: tuple[int, ...], overlapped: bool, m: Machine
-) -> Outcome:
+@dataclass(frozen=True)
+class Scores:
+    """n_slices   of the grid; None: those of a step
+    alone      every token is the only one of its sequence
+    """
+
+    dim: int
+    n_head: int
+    weighted: bool
+    positions: tuple[int, ...] = POSITIONS
+    tokens: int = 1
+    n_slices: int | None = 2
+    alone: bool = True
+
+    def __str__(self) -> str:
+        weighted = ", weighted" if self.weighted else ""
+        return f"{self.n_head} heads of {self.dim}{weighted}, {self.tokens} tokens a block"
+
+
+def run_scores(s: Scores, overlapped: bool, m: Machine) -> Outcome:
     """Scores of tokens that have a choice; the others' stay what they are."""
+    positions, n_head, dim, weighted = s.positions, s.n_head, s.dim, s.weighted
     rng, block, n_best, n = np.random.default_rng(dim), 4, 8, len(positions)
+    n_sequences = n if s.alone else 1
     per_page = PAGE_TOKENS // block
     n_pages = max(positions) // PAGE_TOKENS + 1
-    tables = rng.permutation(n * n_pages).astype(np.int32).reshape(n, n_pages)
-    pages = rng.normal(size=(n * n_pages, per_page, dim)).astype(np.float32)
+    tables = rng.permutation(n_sequences * n_pages).astype(np.int32).reshape(-1, n_pages)
+    pages = rng.normal(size=(tables.size, per_page, dim)).astype(np.float32)
+    rows = np.arange(n + 1, dtype=np.int32) if s.alone else np.zeros(n + 1, np.int32)
     queries = rng.normal(size=(n + 1, n_head * dim)).astype(np.float32)
     weights = rng.normal(size=(n + 1, n_head)).astype(np.float32)
     scores = np.full((n + 1, n_pages * per_page), UNTOUCHED, np.float32)
     place = m.place(scores)
+    grid = index_scores_grid(n + 1, s.tokens)
     m.launch(
         index_scores(overlapped=overlapped),
-        (2, n + 1),
+        grid if s.n_slices is None else (s.n_slices, grid[1]),
         {
             "counts": m.place(np.array([n, 0, n, 0], np.uint32), writable=False),
             "positions": m.place(np.array([*positions, 0], np.int32), writable=False),
-            "rows": m.place(np.arange(n + 1, dtype=np.int32), writable=False),
+            "rows": m.place(rows, writable=False),
             "page_tables": m.place(tables, writable=False),
             "pages": m.place(pages, writable=False),
             "queries": m.place(queries, writable=False),
@@ -174,13 +202,15 @@ def run_scores(
             "block": block,
             "n_best": n_best,
             "max_blocks": scores.shape[1],
+            "tokens": s.tokens,
             "scale": 0.25,
         },
+        shared_bytes=index_scores_shared_bytes(n_head, dim, s.tokens),
     )
     for token, position in enumerate(positions):
         n_blocks = (position + 1) // block
         if n_blocks > n_best:
-            keys = pages[tables[token]].reshape(-1, dim)[:n_blocks]
+            keys = pages[tables[rows[token]]].reshape(-1, dim)[:n_blocks]
             scores[token, :n_blocks] = scores_reference(
                 queries[token].reshape(n_head, dim),
                 keys,
@@ -190,55 +220,112 @@ def run_scores(
     return Outcome(m.read(place, np.float32, scores.shape), scores, 5 * TOLERANCE)
 
 
+SCORES = (
+    Scores(128, 35, True),
+    Scores(16, 3, False, tokens=2),
+    Scores(64, 20, True, tokens=4, alone=False),
+    Scores(96, 16, False),
+)
+LARGE_SCORES = (
+    Scores(128, 32, True, (8_191, 2_050), n_slices=None),
+    Scores(128, 32, True, (65_535,), n_slices=None),
+    Scores(128, 32, True, tuple(range(8_000, 8_064)), tokens=4, n_slices=None, alone=False),
+    Scores(128, 4, False, (65_535,), n_slices=None),
+)
+
+
 def run_select(
-    block: int, n_best: int, positions: tuple[int, ...], equals: bool, overlapped: bool, m: Machine
+    block: int,
+    n_best: int,
+    positions: tuple[int, ...],
+    equals: bool,
+    masked: bool,
+    kernel: Kernel,
+    m: Machine,
 ) -> Outcome:
-    """The masks; equals: scores are a few small numbers."""
+    """Lists, their ends and masks; equals: scores are a few small numbers."""
     rng, n = np.random.default_rng(block), len(positions)
     n_pages = max(positions) // PAGE_TOKENS + 1
     scores = rng.normal(size=(n + 1, n_pages * PAGE_TOKENS // block)).astype(np.float32)
+    scores = np.pad(scores, ((0, 0), (0, 4 + -scores.shape[1] % 4)), constant_values=9)
     if equals:
         scores = np.round(scores)
+    scores[0, 1] = np.nan
+    tables = rng.permutation((n + 1) * n_pages).astype(np.int32).reshape(n + 1, n_pages)
+    rows = np.arange(n, -1, -1, dtype=np.int32)
     masks = np.full((n + 1, n_pages + 1), 0xABCDEF01, np.uint32)
-    place = m.place(masks)
+    lists = np.full((n + 1, list_keys(block, n_best) // LIST_KEYS), 0xABCDEF01, np.uint32)
+    ends = np.full(n + 1, -7, np.int32)
+    arrays = [lists, ends, masks]
+    places = [m.place(array) for array in arrays]
     m.launch(
-        index_select(overlapped=overlapped),
+        kernel,
         (n + 1,),
         {
             "counts": m.place(np.array([n, 0, n, 0], np.uint32), writable=False),
             "positions": m.place(np.array([*positions, 0], np.int32), writable=False),
+            "rows": m.place(rows, writable=False),
+            "page_tables": m.place(tables, writable=False),
             "scores": m.place(scores, writable=False),
-            "masks": place,
+            "lists": places[0],
+            "ends": places[1],
+            "masks": places[2] if masked else 0,
+            "table_stride": n_pages,
             "max_blocks": scores.shape[1],
+            "list_stride": lists.shape[1],
             "mask_stride": masks.shape[1],
             "block": block,
             "n_best": n_best,
         },
     )
     for token, position in enumerate(positions):
-        chosen = select_reference(scores[token], position, block, n_best)
-        masks[token, : len(chosen)] = chosen
-    return Outcome(m.read(place, np.uint32, masks.shape), masks)
+        keys = select_reference(scores[token], position, block, n_best)
+        ends[token] = len(keys) - 1
+        firsts = keys[::LIST_KEYS]
+        cells = PAGE_TOKENS * tables[rows[token], firsts // PAGE_TOKENS] + firsts % PAGE_TOKENS
+        lists[token, : len(firsts)] = cells
+        if masked:
+            words = np.zeros(position // PAGE_TOKENS + 1, np.uint32)
+            np.bitwise_or.at(words, keys // PAGE_TOKENS, np.uint32(1) << (keys % PAGE_TOKENS))
+            masks[token, : len(words)] = words
+    results = [m.read(at, a.dtype, a.shape) for at, a in zip(places, arrays, strict=True)]
+    return Outcome(
+        np.concatenate([part.reshape(-1).astype(np.int64) for part in results]),
+        np.concatenate([part.reshape(-1).astype(np.int64) for part in arrays]),
+    )
+
+
+SELECTIONS = (
+    (5, 4, False, (150, 19, 40, 183)),
+    (5, 32, True, (150, 19, 40)),
+    (40, 8, False, (1_500, 133)),
+    (1_030, 4, False, (4_119,)),
+)
+"""(best blocks, tokens of a block, equal scores, positions)"""
 
 
 def cases() -> Iterator[Case]:
     """Small ones alone and overlapped, and long contexts."""
     for overlapped in (False, True):
-        keys, scores, select = (
-            make(overlapped=overlapped) for make in (index_keys, index_scores, index_select)
-        )
+        keys, scores = (make(overlapped=overlapped) for make in (index_keys, index_scores))
         for s in KEYS:
             yield Case(str(s), keys, partial(run_keys, s, overlapped))
-        for dim, n_head, weighted in ((128, 2, True), (16, 3, False)):
-            name = f"{n_head} heads of {dim}{', weighted' if weighted else ''}"
-            run = partial(run_scores, dim, n_head, weighted, POSITIONS, overlapped)
-            yield Case(name, scores, run)
-        for block, equals in ((4, False), (4, True), (32, True)):
-            positions = (150, 19, 40, 8_300 if block == PAGE_TOKENS else 183)
-            chosen = partial(run_select, block, 5, positions, equals, overlapped)
-            yield Case(f"5 blocks of {block}{', equals' if equals else ''}", select, chosen)
+        for setting in SCORES:
+            yield Case(str(setting), scores, partial(run_scores, setting, overlapped))
+        for threads in SELECT_BLOCKS:
+            select = index_select(threads, overlapped=overlapped)
+            many = (150, 20 * threads, 40 * threads, 70 * threads + 4)
+            for n_best, block, equals, positions in (*SELECTIONS, (5, 4, True, many)):
+                chosen = partial(run_select, block, n_best, positions, equals, block == 4, select)
+                name = f"{n_best} blocks of {block}{', equals' if equals else ''}"
+                yield Case(name, select, chosen)
     long = (40_000, 8_191, 2_050)
-    run = partial(run_select, 4, 512, long, True, False)
-    yield Case("512 of 10000 blocks", index_select(), run, large=True)
-    run = partial(run_scores, 128, 32, True, long[1:], False)
-    yield Case("32 heads of 128, 8192 keys", index_scores(), run, large=True)
+    for equals in (True, False):
+        select = index_select(index_select_block(max(long) // 4))
+        run = partial(run_select, 4, 512, long, equals, not equals, select)
+        name = f"512 of 10000 blocks{', equals' if equals else ''}"
+        yield Case(name, select, run, large=True)
+    for setting in LARGE_SCORES:
+        run = partial(run_scores, setting, False)
+        name = f"{setting}, {len(setting.positions)} of up to {max(setting.positions) + 1} keys"
+        yield Case(name, index_scores(), run, large=True)

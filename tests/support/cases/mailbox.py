@@ -13,7 +13,7 @@ import numpy as np
 
 from ops import exchange
 from ops.exchange import ExchangeLayout, sequence
-from ops.gpu.mailbox import STATE_BYTES, MailboxLaunch, mailbox, mailbox_reference
+from ops.gpu.mailbox import STATE_BYTES, Forecast, MailboxLaunch, mailbox, mailbox_reference
 from tests.support.cases.case import Array, Case, Outcome
 from tests.support.machines import Machine
 
@@ -21,6 +21,7 @@ EPOCH, N_LAYERS, LAYER = 0xF012_3456, 48, 17
 NUMBER = sequence(EPOCH, N_LAYERS, LAYER)
 UNTOUCHED = 0x5A
 PATIENCE_NS = 65536
+FORECAST_STRIDE = 272
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Shape:
     state  what the kernel's state holds before: publishers arrived, the failed step
     silent no answer comes
     sorted the rows of y have another order than the slots
+    ahead  the step was launched before the one before had ended
+    forecast_bytes  of what is handed over besides
     """
 
     n_tokens: int
@@ -43,19 +46,24 @@ class Shape:
     sorted: bool = False
     n_blocks: int = 0
     n_publishers: int = 0
+    ahead: bool = False
+    forecast_bytes: int = 0
 
 
 SMALL = {
-    "one token": Shape(1, 1, 8, 96, 320, 3),
+    "one token": Shape(1, 1, 8, 96, 320, 3, forecast_bytes=80),
     "no miss": Shape(2, 4, 3, 32, 64, 0),
     "a failed step": Shape(2, 4, 3, 32, 64, 1, state=(0, EPOCH)),
+    "behind a failed step": Shape(2, 4, 3, 32, 64, 1, ahead=True),
+    "ahead": Shape(1, 1, 3, 32, 64, 1, state=(0, EPOCH - 2), ahead=True),
     "several blocks": Shape(3, 4, 2, 1300, 9024, 2, sorted=True, n_blocks=3, n_publishers=2),
+    "a long forecast": Shape(3, 3, 2, 2, 64, 2, forecast_bytes=5120),
     "slots for two scans": Shape(31, 31, 20, 2, 64, 7),
     "in vain": Shape(2, 2, 3, 1400, 64, 1, silent=True, n_blocks=2, n_publishers=1),
 }
 
 LARGE = {
-    "one token, 2048": Shape(1, 1, 8, 2048, 2304, 8),
+    "one token, 2048": Shape(1, 1, 8, 2048, 2304, 8, forecast_bytes=512),
     "31 tokens, 4096": Shape(31, 31, 8, 4096, 4608, 2),
 }
 
@@ -66,20 +74,25 @@ def run(shape: Shape, machine: Machine) -> Outcome:
     launch = MailboxLaunch(
         shape.most_tokens * shape.n_used, shape.most_tokens, shape.record_bytes, shape.n_rows
     )
-    layout = ExchangeLayout(launch.n_slots, launch.n_tokens, shape.record_bytes, shape.n_rows)
+    layout = ExchangeLayout(
+        launch.n_slots, launch.n_tokens, shape.record_bytes, shape.n_rows, shape.forecast_bytes
+    )
     n_slots = shape.n_tokens * shape.n_used
     missing = list(range(0, n_slots, shape.every)) if shape.every else []
     table = rng.integers(1, 1 << 40, (launch.n_slots, 4), np.uint64)
     table[missing] = 0
     choices = rng.integers(0, 1 << 16, launch.n_slots).astype(np.int32)
     records = rng.integers(0, 256, (launch.n_tokens, shape.record_bytes)).astype(np.uint8)
+    forecast = rng.integers(0, 256, shape.forecast_bytes).astype(np.uint8)
     answers = rng.normal(size=(len(missing), shape.n_rows)).astype(np.float32)
     y = np.full((launch.n_slots, shape.n_rows), np.float32(7.5))
     order = rng.permutation(n_slots).astype(np.int32)
     shared = _exchange(layout, None if shape.silent else answers)
     places = {
         "epoch": machine.place(np.array([EPOCH], np.uint32), writable=False),
-        "counts": machine.place(np.array([shape.n_tokens, 9, 9, 0], np.uint32), writable=False),
+        "counts": machine.place(
+            np.array([shape.n_tokens, 9, 9, shape.ahead], np.uint32), writable=False
+        ),
         "experts": machine.place(table, writable=False),
         "choices": machine.place(choices, writable=False),
         "records": machine.place(records, writable=False),
@@ -88,7 +101,8 @@ def run(shape: Shape, machine: Machine) -> Outcome:
         "exchange": machine.place(shared),
         "state": machine.place(np.array([*shape.state, 0, 0], np.uint32)),
     }
-    sizes = launch.sizes(layout)
+    at = machine.place(forecast, writable=False) if len(forecast) else 0
+    sizes = launch.sizes(layout, Forecast(at, FORECAST_STRIDE, len(forecast)))
     if shape.n_publishers:
         sizes["publishers"] = shape.n_publishers
     machine.launch(
@@ -103,8 +117,10 @@ def run(shape: Shape, machine: Machine) -> Outcome:
         machine.read(places["state"], np.uint8, STATE_BYTES),
     ]
     state = np.array([*shape.state, 0, 0], np.uint32)
-    if missing and shape.state[1] != EPOCH:
+    if missing and shape.state[1] != EPOCH and not (shape.ahead and shape.state[1] == EPOCH - 1):
         _post(shared, layout, missing, choices, records[: shape.n_tokens])
+        shared[exchange.FORECAST :][:4] = np.array([FORECAST_STRIDE], np.uint32).view(np.uint8)
+        shared[layout.forecasts_offset :][: len(forecast)] = forecast
         if shape.silent:
             shared[exchange.FAILED :][:8] = np.array([EPOCH, LAYER], np.uint32).view(np.uint8)
             state[1] = EPOCH

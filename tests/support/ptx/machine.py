@@ -15,7 +15,7 @@ from tests.support.ptx import access, bitwise, convert, floats, integer, select,
 from tests.support.ptx.elementwise import Builder
 from tests.support.ptx.errors import Deadlock, PtxError, UnknownInstruction
 from tests.support.ptx.frame import EVERY, Array, Frame, Selection, Source, Step
-from tests.support.ptx.syntax import Body, Instruction, Int, Name, Not, Operand
+from tests.support.ptx.syntax import Body, Instruction, Int, Name, Not, Operand, Reg
 
 LANES = 32
 FULL_MASK = 0xFFFF_FFFF
@@ -241,12 +241,22 @@ class Machine:
     def _barrier(self, place: int, acting: Array) -> None:
         """A barrier of the block: wait, or let all go on if these are the last."""
         instruction = self.body.instructions[place]
-        arrive = "arrive" in instruction.modifiers
         known = {"sync", "arrive", "aligned", "cta"} >= set(instruction.modifiers)
-        numbers = [o.value for o in instruction.operands if isinstance(o, Int)]
-        if not known or len(numbers) != len(instruction.operands) or arrive > (len(numbers) == 2):
+        first, *rest = instruction.operands or [Int(0)]
+        counts = [o.value for o in rest if isinstance(o, Int)]
+        if not known or len(rest) > len(counts) or not isinstance(first, (Int, Reg)):
             raise PtxError(f"{instruction.opcode} is not supported with these operands")
-        barrier = numbers[0] if numbers else 0
+        which = np.broadcast_to(self.frame.source(first, "u32")(acting), acting.shape)
+        for barrier in np.unique(which):
+            self._arrive(instruction, acting[which == barrier], int(barrier), counts)
+
+    def _arrive(
+        self, instruction: Instruction, acting: Array, barrier: int, counts: list[int]
+    ) -> None:
+        """These threads are at barrier number `barrier`, of so many threads or of all."""
+        arrive = "arrive" in instruction.modifiers
+        if arrive > len(counts):
+            raise PtxError(f"{instruction.opcode} is not supported with these operands")
         block_of = self.frame.shared.block_of
         if not arrive:
             self.waiting[acting] = True
@@ -256,8 +266,8 @@ class Machine:
             if arrive:
                 count = int(np.count_nonzero(block_of[acting] == block))
                 self.arrivals[block, barrier] = self.arrivals.get((block, barrier), 0) + count
-            n_expected = numbers[1] if len(numbers) == 2 else int(self.block_size[block])
-            if len(numbers) < 2 and np.count_nonzero(mine & self.alive) < n_expected:
+            n_expected = counts[0] if counts else int(self.block_size[block])
+            if not counts and np.count_nonzero(mine & self.alive) < n_expected:
                 raise PtxError("a thread left before a barrier of all threads", acting)
             here = mine & (self.at_barrier == barrier)
             n_here = np.count_nonzero(here) + self.arrivals.get((block, barrier), 0)

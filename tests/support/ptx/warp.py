@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.ptx.elementwise import Builder
 from tests.support.ptx.errors import PtxError, UninitialisedRead
 from tests.support.ptx.frame import DTYPES, Array, Frame, Step, only
-from tests.support.ptx.syntax import SIZES, Instruction, Pair, Sink
+from tests.support.ptx.syntax import Instruction, Pair, Sink
 
 LANES = 32
 
@@ -153,7 +153,9 @@ def _fragments(reads: list[Any], s: Any, n_warps: int) -> Array:
 
 def _elements(words: Array, type_: str) -> Array:
     """The values in each register, [n_warps, 32, n_registers, values a register]."""
-    if type_ == "bf16":
+    if type_ == "tf32":
+        values = (words & TF32_BITS).view(np.float32)
+    elif type_ == "bf16":
         halves = words.view(np.uint16).astype(np.uint32) << np.uint32(16)
         values = halves.view(np.float32)
     else:
@@ -191,7 +193,10 @@ _ROW = np.arange(LANES)[:, None] // 4 + np.array([0, 0, 8, 8])
 _COLUMN = 2 * (np.arange(LANES)[:, None] % 4) + np.array([0, 1, 0, 1])
 """Where the 4 accumulators of each lane stand in the 16 x 8 result."""
 
-MMA_TYPES = {"s8": "s32", "u8": "s32", "f16": "f32", "bf16": "f32"}
+MMA_TYPES = {"s8": "s32", "u8": "s32", "f16": "f32", "bf16": "f32", "tf32": "f32"}
+MMA_BITS = {"s8": 8, "u8": 8, "f16": 16, "bf16": 16, "tf32": 32}
+TF32_BITS = np.uint32(0xFFFFE000)
+"""What a tensor core reads of a tf32 value."""
 
 
 def build_mma(instruction: Instruction, frame: Frame) -> Step:
@@ -203,9 +208,9 @@ def build_mma(instruction: Instruction, frame: Frame) -> Step:
         case _:
             raise PtxError(f"{instruction.opcode} is not supported")
     k = int(shape.removeprefix("m16n8k")) if shape.startswith("m16n8k") else 0
-    n_b = k * SIZES.get(a_type, 0) // 16
+    n_b = k * MMA_BITS.get(a_type, 0) // 128
     known = n_b in (1, 2) and MMA_TYPES.get(a_type) == d_type == c_type
-    if not known or MMA_TYPES.get(b_type) != d_type or SIZES[a_type] != SIZES[b_type]:
+    if not known or MMA_TYPES.get(b_type) != d_type or MMA_BITS[a_type] != MMA_BITS[b_type]:
         raise PtxError(f"{instruction.opcode} is not supported")
     d, a, b, c = instruction.operands
     targets, reads_c = frame.targets(d, d_type), frame.sources(c, c_type)
