@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runtime.config import EngineConfig as EngineConfig
     from runtime.engine.engine import Engine as Engine
-    from runtime.engine.engine import open_engine as open_engine
+    from runtime.engine.open_engine import open_engine as open_engine
     from runtime.engine.params import SamplingParams as SamplingParams
     from runtime.engine.token import Timings as Timings
     from runtime.engine.token import Token as Token
@@ -30,17 +30,21 @@ if TYPE_CHECKING:
     from runtime.errors import TokenizerUnavailable as TokenizerUnavailable
     from runtime.errors import UnsupportedArchitecture as UnsupportedArchitecture
     from runtime.errors import UnsupportedFormat as UnsupportedFormat
+    from runtime.profiling.instrument import Instrument as Instrument
+    from runtime.profiling.record import StepRecord as StepRecord
     from runtime.progress import Progress as Progress
     from runtime.progress import ProgressBar as ProgressBar
     from runtime.text import load_tokenizer as load_tokenizer
 
 HOMES = {
     "Engine": "runtime.engine.engine",
-    "open_engine": "runtime.engine.engine",
+    "open_engine": "runtime.engine.open_engine",
     "EngineConfig": "runtime.config",
     "SamplingParams": "runtime.engine.params",
     "Token": "runtime.engine.token",
     "Timings": "runtime.engine.token",
+    "Instrument": "runtime.profiling.instrument",
+    "StepRecord": "runtime.profiling.record",
     "Progress": "runtime.progress",
     "ProgressBar": "runtime.progress",
     "load_tokenizer": "runtime.text",

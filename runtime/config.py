@@ -10,7 +10,8 @@ from runtime.errors import ConfigError
 
 CACHE_TYPES = ("f16", "f32", "q8_0")
 DEVICES = ("auto", "cpu", "cuda", "fake")
-SPLIT_MODES = ("layer", "none")
+SPLIT_MODES = ("auto", "layer", "none")
+LOAD_MODES = ("pin", "mmap")
 AUTO_PARALLEL = 4
 AUTO_CONTEXT = 8192  # tokens: room for a conversation; trained contexts can be a hundred times that
 MIN_CONTEXT = 2  # one prompt token and one generated one
@@ -26,7 +27,25 @@ RANGES = {
     "moe_expert_cache": (-1, 1 << 16),
     "n_snapshots": (0, 1024),
     "main_gpu": (0, 1024),
+    "vram_reserve": (0, 1 << 20),
 }
+
+
+MOE_SETTINGS = {
+    "mode": "mode",
+    "policy": "policy",
+    "window": "window",
+    "recent": "window",
+    "admit": "admit",
+    "margin": "margin",
+    "swap_lead": "margin",
+    "sticky": "sticky",
+    "stay_bonus": "sticky",
+    "global_weight": "global_weight",
+    "halve_every": "halve_every",
+}
+"""Names of a setting of the expert cache, and which of LLAMA_MOE_CACHE_... it is; `mode` is
+LLAMA_MOE_AUTO_MODE: cache, or layers (the seed's stock) for whole layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +54,7 @@ class EngineConfig:
 
     model           GGUF file (first shard of a split one); None: the bundled demonstration model
     n_ctx           KV cells shared by all sequences; None: the model's trained context, at most
-                    8192 per sequence
+                    8192 per sequence, or 32768 where a GPU holds that in a twentieth of its memory
     n_parallel      sequences decoded together; None: 4, sharing the whole context
     n_threads       CPU workers; None: those of the engine that runs already, else one per core
     n_batch         tokens of one prompt chunk; None: 2048 on a GPU, 512 on the CPU
@@ -43,12 +62,17 @@ class EngineConfig:
     device          auto (cuda where a GPU can compute the model, else cpu), cpu, cuda, or fake
                     (pretends to compute: tests of everything around it)
     vram_limit      GiB of each GPU's memory to use at most, as if the card were smaller; None: all
-    split_mode      layer: the layers are split over all visible GPUs; none: main_gpu has them all
+    split_mode      layer: the layers are split over all visible GPUs; none: main_gpu has them all;
+                    auto: none where one GPU holds the whole model, else layer
     tensor_split    the GPUs' shares of the model, in their order, 0: not used; None: by free memory
     moe_expert_cache  routed experts of a layer that the GPU holds; -1: as many as fit, 0: none
+    moe_cache       how the GPUs' experts follow use: (name, value) by the names of `MOE_SETTINGS`
+    vram_reserve    MiB of each GPU's memory to leave free beside all that is planned; None: 256
     n_snapshots     of a model with recurrent layers: states kept for each parallel sequence, for
                     prompts that start alike; None: what an eighth of the free memory holds, 2 to 32
                     in all
+    load_mode       pin: experts that GPUs do not hold are pinned where the file is mapped, in the
+                    background, as far as the machine's memory allows; mmap: they are not
     prefix_cache    keep the KV of finished sequences and reuse it for prompts that start alike
     name_bus_errors for main programs: end the process with one line that names the model file when
                     the file is truncated under its map (the SIGBUS handler is the process's)
@@ -63,11 +87,14 @@ class EngineConfig:
     cache_type_v: str = "f16"
     device: str = "auto"
     vram_limit: float | None = None
-    split_mode: str = "layer"
+    split_mode: str = "auto"
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     moe_expert_cache: int = -1
+    moe_cache: tuple[tuple[str, str], ...] = ()
+    vram_reserve: int | None = None
     n_snapshots: int | None = None
+    load_mode: str = "pin"
     prefix_cache: bool = True
     name_bus_errors: bool = False
 
@@ -93,7 +120,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r}: use one of {', '.join(CACHE_TYPES)}"
                 )
-        for name, known in (("device", DEVICES), ("split_mode", SPLIT_MODES)):
+        named = (("device", DEVICES), ("split_mode", SPLIT_MODES), ("load_mode", LOAD_MODES))
+        for name, known in named:
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"{name} = {value!r}: use one of {', '.join(known)}")
@@ -121,18 +149,34 @@ class ContextShape:
         return sequences * -(-self.n_ctx_sequence // page_tokens)
 
 
-def context_shape(config: EngineConfig, n_ctx_train: int) -> ContextShape:
+def context_shape(
+    config: EngineConfig, n_ctx_train: int, auto_context: int = AUTO_CONTEXT
+) -> ContextShape:
     """The context sizes for a model that was trained on `n_ctx_train` tokens.
 
     With automatic `n_parallel` the sequences share one pool and each may fill it; an explicit one
-    splits it evenly.
+    splits it evenly.  auto_context: tokens of a sequence at most where n_ctx is not set.
     """
     if config.n_parallel is None:
-        n_ctx = config.n_ctx or min(n_ctx_train, AUTO_CONTEXT)
+        n_ctx = config.n_ctx or min(n_ctx_train, auto_context)
         return ContextShape(n_ctx, AUTO_PARALLEL, n_ctx)
     n_parallel = config.n_parallel
-    n_ctx_sequence = config.n_ctx // n_parallel if config.n_ctx else min(n_ctx_train, AUTO_CONTEXT)
+    n_ctx_sequence = config.n_ctx // n_parallel if config.n_ctx else min(n_ctx_train, auto_context)
     return ContextShape(n_ctx_sequence * n_parallel, n_parallel, n_ctx_sequence)
+
+
+def moe_settings_in(text: str) -> tuple[tuple[str, str], ...]:
+    """`window=32,policy=lru` as `moe_cache`, in any case, with - or _.  Raises: ConfigError."""
+    settings: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        key = MOE_SETTINGS.get(name.lower().replace("-", "_"))
+        if key is None or not equals or not value:
+            raise ConfigError(
+                f"--moe {part.strip()[:40]!r}: use NAME=VALUE with one of {', '.join(MOE_SETTINGS)}"
+            )
+        settings[key] = value
+    return tuple(settings.items())
 
 
 def shares_in(text: str) -> tuple[float, ...]:

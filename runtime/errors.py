@@ -77,6 +77,16 @@ class DeviceStalled(DeviceError):
         self.seconds = seconds
 
 
+class CloseStalled(DeviceError):
+    """A CPU worker or a GPU did not let go of the engine's memory; a new process is needed."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"a CPU worker or the GPU has not ended its work {seconds:.0f} s after the engine was "
+            "closed; end the process"
+        )
+
+
 class ExchangeStalled(DeviceError, ComputeError):
     """The CPU workers did not compute in time what the GPU missed; the step's results are void."""
 
@@ -92,6 +102,14 @@ class HandOverStalled(DeviceError, ComputeError):
             f"GPU {taker} of the model's did not get the step from GPU {giver}; the step is lost, "
             "the next one may succeed"
         )
+
+
+class OutOfGraphMemory(DeviceError, ComputeError):
+    """A step's graph found no memory on the GPU, whatever was given back for it; the engine lives
+    on, and shorter prompts may succeed."""
+
+    def __init__(self, what: str, error: OutOfDeviceMemory) -> None:
+        super().__init__(f"no graph for {what}: {error}")
 
 
 class OutOfDeviceMemory(CudaError):

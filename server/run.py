@@ -8,6 +8,7 @@ import os
 import signal
 
 from runtime import EngineConfig, ProgressBar
+from runtime.engine.opening import left_behind
 from runtime.errors import EngineError
 from server.app import create_app
 from server.listen import listening
@@ -39,6 +40,9 @@ async def run(config: EngineConfig, settings: ServerSettings) -> int:
         # nothing to save yet.
         logging.shutdown()
         os._exit(status)
+    if left_behind():  # a worker or a GPU that does not end
+        logging.shutdown()
+        os._exit(status or 1)
     return status
 
 
@@ -51,6 +55,7 @@ async def _first(stopped: asyncio.Event, service: Service) -> None:
 async def _tell_ready(service: Service, addresses: tuple[str, ...]) -> None:
     await service.attached.wait()
     facts = service.engine.describe()
+    facts.pop("plan", None)  # it was told in lines of its own
     logger.info("engine: %s", ", ".join(f"{name} {value}" for name, value in facts.items()))
     logger.info("ready: %s serves %s", ", ".join(addresses), service.model_name)
 

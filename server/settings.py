@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from runtime import EngineConfig
-from runtime.config import shares_in
+from runtime.config import environment, moe_settings_in, shares_in
 from runtime.errors import ConfigError, RequestError
 from runtime.text.chat_template import check_variables
 from server.flags import Given
@@ -37,6 +37,9 @@ SAMPLING_FIELDS = {
 
 DEVICE_NAMES = {"none": "cpu", "CUDA0": "cuda"}
 """llama.cpp's names of devices."""
+
+LLAMA_LOAD_MODES = {"auto": "pin", "mlock": "pin", "mmap+mlock": "pin", "none": "pin"}
+"""llama.cpp's modes under other names: the file is always mapped, and pinned or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +93,13 @@ def engine_config(given: Mapping[str, Given], model: str | Path | None) -> Engin
         cache_type_v=_value(given, "cache_type_v", "f16"),
         device=DEVICE_NAMES.get(device, device),
         vram_limit=_value(given, "vram_limit", None),
-        split_mode=_value(given, "split_mode", "layer"),
+        split_mode=_value(given, "split_mode", "auto"),
         main_gpu=_value(given, "main_gpu", 0),
         tensor_split=None if shares is None else shares_in(shares),
         moe_expert_cache=_value(given, "moe_expert_cache", -1),
+        moe_cache=_moe_cache(given),
+        vram_reserve=_vram_reserve(given),
+        load_mode=_load_mode(given),
         n_snapshots=_value(given, "ctx_checkpoints", None),
         prefix_cache=_value(given, "cache_prompt", True),
         name_bus_errors=True,
@@ -130,6 +136,31 @@ def server_settings(given: Mapping[str, Given]) -> ServerSettings:
         prefill_assistant=_value(given, "prefill_assistant", True),
         reasoning_format=_value(given, "reasoning_format", "auto"),
     )
+
+
+def _moe_cache(given: Mapping[str, Given]) -> tuple[tuple[str, str], ...]:
+    """--moe, and --moe-cache-window as one of its settings."""
+    settings = dict(moe_settings_in(str(given["moe"].value)) if "moe" in given else ())
+    if "moe_cache_window" in given:
+        settings["window"] = str(given["moe_cache_window"].value)
+    return tuple(settings.items())
+
+
+def _vram_reserve(given: Mapping[str, Given]) -> int | None:
+    """MiB to leave free: --fit-target, or the seed's variable of old."""
+    text = environment("LLAMA_MOE_CACHE_MARGIN_MB")
+    if "fit_target" in given or text is None:
+        return _value(given, "fit_target", None)
+    if not text.isdigit():
+        raise ConfigError(f"LLAMA_MOE_CACHE_MARGIN_MB = {text[:40]!r}: use a whole number of MiB")
+    return int(text)
+
+
+def _load_mode(given: Mapping[str, Given]) -> str:
+    """--load-mode, or what llama.cpp's older switches mean here: mapped pages that stay, or not."""
+    pins = _value(given, "mlock", False) or not _value(given, "mmap", True)
+    usual = "mmap" if "mmap" in given and not pins else "pin"
+    return LLAMA_LOAD_MODES.get(mode := _value(given, "load_mode", usual), mode)
 
 
 def _value(given: Mapping[str, Given], key: str, default: T) -> T:

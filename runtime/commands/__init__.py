@@ -16,11 +16,13 @@ COMMANDS = {
     "serve": "HTTP server: OpenAI's API and llama-server's own",
     "run": "chat in the terminal, or complete one prompt",
     "inspect": "what a model file holds, and what fits where",
+    "plan": "what a model would take and how it would run, here or elsewhere",
     "bench": "prompt and generation speed, as llama-bench measures it",
     "perplexity": "how well a model predicts a text, as llama-perplexity measures it",
     "logits": "the raw logits of given tokens, for comparing engines",
     "routing": "record which experts a text uses, for `python -m bench routing`",
-    "profile": "show, export, import or forget how often a model's experts were used",
+    "profile": "show, export, import or merge how often a model's experts were used",
+    "trace": "where the time went, by a trace of GGML_SCHED_PROF=FILE.json",
 }
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run_command(name, rest)
     except EngineError as error:
-        print(f"hotexpert {name}: {error}", file=sys.stderr)
+        print(f"hotexpert {name}: {error}", file=sys.stderr, flush=True)
+        leave_threads_behind(FAILED)
         return FAILED
     except BrokenPipeError:
         # The reader has seen enough (`hotexpert inspect | head`); nothing more can be printed.
@@ -55,12 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         print(file=sys.stderr, flush=True)
-        leave_compiler_behind(INTERRUPTED)
+        leave_threads_behind(INTERRUPTED)
         return INTERRUPTED
 
 
-def leave_compiler_behind(status: int) -> None:
-    """End the process here where a cancelled load still compiles; else return."""
+def leave_threads_behind(status: int) -> None:
+    """End the process here where a cancelled load still compiles, or a closing waits for what does
+    not end; else return."""
     from runtime.engine.opening import left_behind
 
     if left_behind():

@@ -18,11 +18,8 @@ def cpu_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """RAM that a model may take: MemAvailable, or None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+    """RAM that a model may take, or None where the system does not say."""
+    from runtime.experts.host_memory import HostMemory
+
+    reading = HostMemory().read()
+    return None if reading is None else reading.available

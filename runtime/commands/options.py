@@ -8,7 +8,15 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from runtime.config import CACHE_TYPES, DEVICES, SPLIT_MODES, EngineConfig, shares_in
+from runtime.config import (
+    CACHE_TYPES,
+    DEVICES,
+    LOAD_MODES,
+    SPLIT_MODES,
+    EngineConfig,
+    moe_settings_in,
+    shares_in,
+)
 
 if TYPE_CHECKING:
     from runtime.engine.params import SamplingParams
@@ -98,7 +106,7 @@ def settle_model(settings: argparse.Namespace) -> None:
 
     Raises: argparse.ArgumentError where both were given and differ.
     """
-    if settings.model_argument is None:
+    if getattr(settings, "model_argument", None) is None:  # some commands take no model
         return
     if settings.model not in (None, settings.model_argument):
         first, second = (
@@ -123,8 +131,9 @@ def add_machine_options(group: argparse._ActionsContainer) -> None:
         help="use no more of each GPU's memory than this, as if the card were smaller",
     )  # fmt: skip
     group.add_argument(
-        "-sm", "--split-mode", choices=SPLIT_MODES, default="layer",
-        help="layer: over all GPUs (default); none: the whole model on --main-gpu",
+        "-sm", "--split-mode", choices=SPLIT_MODES, default="auto",
+        help="layer: over all GPUs; none: all on --main-gpu; auto (default): on one GPU that "
+        "holds the whole model, else over all",
     )  # fmt: skip
     group.add_argument(
         "-mg", "--main-gpu", type=whole_number(0), default=0, metavar="N",
@@ -138,6 +147,23 @@ def add_machine_options(group: argparse._ActionsContainer) -> None:
         "--moe-expert-cache", type=whole_number(-1), default=-1, metavar="N",
         help="experts of a layer that the GPU holds; -1: as many as fit (default), 0: none",
     )  # fmt: skip
+    group.add_argument(
+        "--moe", metavar="NAME=VALUE,...",
+        help="how experts on the GPU follow use: mode (cache, layers), policy, window, admit, "
+        "margin, sticky, global-weight, halve-every",
+    )  # fmt: skip
+    group.add_argument(
+        "-fitt", "--fit-target", type=whole_number(0), metavar="MiB",
+        help="VRAM of each GPU to leave free beside all that is planned (default 256)",
+    )  # fmt: skip
+    group.add_argument(
+        "-lm", "--load-mode", choices=LOAD_MODES, default="mmap",
+        help="experts outside the GPU: pin them, or leave them to the system (mmap, default)",
+    )  # fmt: skip
+    for flag, mode in (("--mlock", "pin"), ("--no-mmap", "pin"), ("--mmap", "mmap")):
+        group.add_argument(
+            flag, dest="load_mode", action="store_const", const=mode, help=f"--load-mode {mode}"
+        )
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +241,9 @@ def engine_config(settings: argparse.Namespace, **fixed: Any) -> EngineConfig:
         main_gpu=settings.main_gpu,
         tensor_split=None if settings.tensor_split is None else shares_in(settings.tensor_split),
         moe_expert_cache=settings.moe_expert_cache,
+        moe_cache=() if settings.moe is None else moe_settings_in(settings.moe),
+        vram_reserve=settings.fit_target,
+        load_mode=settings.load_mode,
         name_bus_errors=True,
         **fixed,
     )

@@ -1,4 +1,4 @@
-"""Show, export, import or forget how often a model's experts were used.
+"""How often a model's experts were used: show, export, import, merge, fade or forget it.
 
 The profile is what lets the next start put the right experts on the GPU at once. An exported file
 can be imported where the same model runs: it is added to what is known there.
@@ -7,72 +7,158 @@ can be imported where the same model runs: it is added to what is known there.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.commands.options import add_model
+from runtime.commands.options import CommandParser, add_model
 from runtime.config import BUNDLED_MODEL
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from profiles import UsageProfile
-    from runtime.models.model import Model
+    from profiles import ModelIdentity, UsageProfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--export", dest="exported", metavar="OUT", help="write a copy")
-    action.add_argument("--import", dest="imported", metavar="IN", help="add what IN holds")
-    action.add_argument(
-        "--decay", type=float, metavar="SHARE", help="keep this share of every count, 0 to 1"
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=CommandParser
     )
-    action.add_argument("--forget", action="store_true", help="delete the profile")
+    add_model(actions.add_parser("show", help="what is known of a model"))
+    for name, metavar, what in (
+        ("export", "OUT", "write what is known of a model to a file"),
+        ("import", "IN", "add what a file holds to what is known of its model"),
+    ):
+        action = of_model(actions.add_parser(name, help=what))
+        action.add_argument("file", metavar=metavar)
+    merge = actions.add_parser("merge", help="write the sum of several files, of one model")
+    merge.add_argument("file", metavar="OUT")
+    merge.add_argument("parts", nargs="+", metavar="IN")
+    merge.set_defaults(model=None, model_argument=None)
+    decay = of_model(actions.add_parser("decay", help="let the past count less"))
+    decay.add_argument("share", type=float, metavar="SHARE", help="of every count, 0 to 1, stays")
+    of_model(actions.add_parser("forget", help="delete what is known of a model"))
+
+
+def of_model(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """With -m alone: the action has a positional argument of its own, or deletes."""
+    parser.add_argument("-m", "--model", metavar="FILE", help="default: the bundled model")
+    parser.set_defaults(model_argument=None)
+    return parser
 
 
 def run(settings: argparse.Namespace) -> int:
     from profiles import ProfileError
+
+    try:
+        ACTIONS[settings.action](settings)
+    except ProfileError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename or error}: {error.strerror}") from error
+    return 0
+
+
+def show(settings: argparse.Namespace) -> None:
+    path, identity = profile_of(settings)
+    profile = known(path, identity)
+    if profile is None:
+        print(f"{path}: nothing is known of this model yet")
+    else:
+        print("\n".join([str(path), *profile_lines(profile)]))
+
+
+def export(settings: argparse.Namespace) -> None:
+    """Raises: ConfigError where there is nothing to export."""
+    from profiles import save_profile
+
+    path, identity = profile_of(settings)
+    profile = known(path, identity)
+    if profile is None:
+        raise ConfigError(f"{path}: nothing is known of this model yet")
+    save_profile(Path(settings.file), profile)
+    print(f"{settings.file}: {profile.n_tokens} tokens")
+
+
+def import_(settings: argparse.Namespace) -> None:
+    """Raises: ConfigError for a file of another model."""
+    from profiles import load_profile, save_profile
+
+    path, identity = profile_of(settings)
+    added = load_profile(Path(settings.file))
+    if added.model != identity:
+        raise ConfigError(f"{settings.file}: of another model, {added.model}")
+    base = known(path, identity)
+    profile = added if base is None else base.merged(added)
+    save_profile(path, profile)
+    print("\n".join([str(path), *profile_lines(profile)]))
+
+
+def merge(settings: argparse.Namespace) -> None:
+    """Raises: ConfigError for files of several models."""
+    from profiles import load_profile, save_profile
+
+    first, *others = settings.parts
+    profile = load_profile(Path(first))
+    for name in others:
+        added = load_profile(Path(name))
+        if added.model != profile.model:
+            raise ConfigError(f"{name}: of another model than {first}, {added.model}")
+        profile = profile.merged(added)
+    save_profile(Path(settings.file), profile)
+    print(f"{settings.file}: {profile.n_tokens} tokens")
+
+
+def decay(settings: argparse.Namespace) -> None:
+    from profiles import save_profile
+
+    path, identity = profile_of(settings)
+    profile = known(path, identity)
+    if profile is None:
+        raise ConfigError(f"{path}: nothing is known of this model yet")
+    profile = profile.decayed(settings.share)
+    save_profile(path, profile)
+    print("\n".join([str(path), *profile_lines(profile)]))
+
+
+def forget(settings: argparse.Namespace) -> None:
+    path, _ = profile_of(settings)
+    path.unlink(missing_ok=True)
+    print(f"{path}: forgotten")
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "show": show,
+    "export": export,
+    "import": import_,
+    "merge": merge,
+    "decay": decay,
+    "forget": forget,
+}
+
+
+def profile_of(settings: argparse.Namespace) -> tuple[Path, ModelIdentity]:
+    """Where the model's profile is or will be.  Raises: ConfigError, ModelError."""
     from runtime.experts.usage import model_identity, profile_path
     from runtime.models.model import open_model
 
     with open_model(settings.model or BUNDLED_MODEL) as model:
-        try:
-            path = profile_path(model_identity(model.file))
-            if path is None:
-                raise ConfigError("LLAMA_MOE_CACHE_PROFILE = 0: profiles are switched off")
-            return act(settings, model, path)
-        except ProfileError as error:
-            raise ConfigError(str(error)) from error
-        except OSError as error:
-            raise ConfigError(f"{error.filename or path}: {error.strerror}") from error
+        identity = model_identity(model.file)
+    path = profile_path(identity)
+    if path is None:
+        raise ConfigError("LLAMA_MOE_CACHE_PROFILE = 0: profiles are switched off")
+    return path, identity
 
 
-def act(settings: argparse.Namespace, model: Model, path: Path) -> int:
-    """Do what was asked for.  Raises: ProfileError, OSError, ConfigError."""
-    from profiles import load_profile, save_profile
-    from runtime.experts.usage import model_identity
+def known(path: Path, identity: ModelIdentity) -> UsageProfile | None:
+    """What is known; None: nothing.  Raises: ConfigError for another model's; ProfileError."""
+    from profiles import load_profile
 
-    if settings.forget:
-        path.unlink(missing_ok=True)
-        print(f"{path}: forgotten")
-        return 0
-    if settings.imported is not None:
-        added = load_profile(Path(settings.imported))
-        if added.model != model_identity(model.file):
-            raise ConfigError(f"--import {settings.imported}: of another model, {added.model}")
-        save_profile(path, load_profile(path).merged(added) if path.exists() else added)
     if not path.exists():
-        print(f"{path}: nothing is known of this model yet")
-        return 0
+        return None
     profile = load_profile(path)
-    if settings.decay is not None:
-        profile = profile.decayed(settings.decay)
-        save_profile(path, profile)
-    if settings.exported is not None:
-        save_profile(Path(settings.exported), profile)
-        print(f"{settings.exported}: written")
-    print("\n".join([str(path), *profile_lines(profile)]))
-    return 0
+    if profile.model != identity:
+        raise ConfigError(f"{path}: of another model, {profile.model}")
+    return profile
 
 
 def profile_lines(profile: UsageProfile) -> list[str]:

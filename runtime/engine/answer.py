@@ -17,6 +17,7 @@ from runtime.engine.token import (
     Token,
     TokenProbability,
 )
+from runtime.experts.totals import RequestUse
 
 Ending = tuple[FinishReason, StopType, str]
 
@@ -61,7 +62,7 @@ class Answer:
 
         special: control tokens are part of the text.
 
-        has_begun says whether `begin` was called; params are the sampler's.
+        has_begun says whether `begin` was called; params are the sampler's; use: of experts.
         """
         self.sequence = sequence
         self.sampler = sampler
@@ -69,6 +70,7 @@ class Answer:
         self.channel = channel
         self.index = index
         self.has_begun = False
+        self.use = RequestUse()
         self.has_new_line = False
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(special) if vocabulary else None
@@ -202,10 +204,13 @@ class Answer:
         sequence = self.sequence
         if not sequence.n_generated:
             self._first_token = now
+        has_used = self.use.uses > 0
         return Timings(
             cache_n=sequence.n_cached,
             prompt_n=sequence.n_prompt - sequence.n_cached,
             prompt_ms=1e3 * (self._first_token - self._began),
             predicted_n=sequence.n_generated,
             predicted_ms=1e3 * (now - self._first_token),
+            expert_hit_rate=self.use.hit_rate if has_used else None,
+            expert_miss_bytes=self.use.miss_bytes if has_used else None,
         )

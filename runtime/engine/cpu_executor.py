@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from ops.cpu import KERNEL_CACHE
 from ops.cpu.attention import tile_tokens
+from ops.cpu.clock import ClockedProgram, CycleClock
 from ops.cpu.isa import choose_isa
 from ops.cpu.kv_layout import PAGE_TOKENS
+from ops.cpu.program import Program
 from ops.cpu.team import Team, TeamError, acquire_team
+from runtime.engine.closing import CLOSING_SECONDS, close_within
 from runtime.engine.embedding import EmbeddingRows
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.kernels import Progress, compile_kernels
@@ -19,6 +25,7 @@ from runtime.engine.kv_pages import KVPages
 from runtime.engine.latent_jobs import head_groups
 from runtime.engine.ngram_rows import NgramRows
 from runtime.engine.program_builder import ProgramBuilder
+from runtime.engine.program_times import ProgramTimes
 from runtime.engine.state_slots import StateSlots, state_slots_for
 from runtime.engine.step import Step, StepResult
 from runtime.engine.step_buffers import StepBuffers
@@ -27,6 +34,10 @@ from runtime.experts.recording import RoutingRecorder
 from runtime.models.latent_attention import LatentAttentionSpec
 from runtime.models.model import Model
 from runtime.models.spec import AttentionSpec, ModelSpec
+from runtime.profiling.record import StepTimes
+
+LOOK_SECONDS, STUCK_SECONDS = 0.5, 0.01
+"""Between looks at the workers while closing; for a closing that surely does not return now."""
 
 
 class CPUExecutor:
@@ -46,28 +57,59 @@ class CPUExecutor:
         self._model, self._limits, self._team = model, limits, team
         self._pages, self._states = pages, states
         self._buffers = StepBuffers(limits, smallest_tile(model.spec))
+        self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
+        self.timed = False
+        self._cycles = CycleClock()
+        self._clocked: ProgramTimes | None = None
+        self._build(Program)
+        self.recorder: RoutingRecorder | None = None
+        self._times: list[StepTimes] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        self._running = False
+        self._closed = False
+
+    def _build(self, make: Callable[[int], Program]) -> None:
+        """Put the program of a step together, which steps from now on run."""
+        model, limits = self._model, self._limits
         builder = ProgramBuilder(
-            model, self._buffers, pages, states, team.n_threads, limits.max_step_tokens
+            model,
+            self._buffers,
+            self._pages,
+            self._states,
+            self._team.n_threads,
+            limits.max_step_tokens,
+            make,
         )
         try:
-            self._program = builder.build()
+            self._program = program = builder.build()
         except BaseException:
             builder.program.close()
             raise
+        if isinstance(program, ClockedProgram):
+            self._clocked = ProgramTimes(program, self._cycles)
         self._chunks, self._routing = builder.chunks, builder.routing
-        self.recorder: RoutingRecorder | None = None
         self._x = builder.x.memory.view(np.float32)[:, : model.spec.n_embd]
-        self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
         if self._embedding.table is not None:
             self._buffers.embed_from(self._embedding.table, builder.x)
         self._memories = [
             (NgramRows(memory, model.weights[memory.table]), rows.memory.view(np.float32))
             for memory, rows in builder.memories.filled
         ]
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: list[asyncio.Future[None]] = []
-        self._running = False
-        self._closed = False
+
+    def _keep_times(self) -> None:
+        """Have steps from now on keep times: by a program of their own, with no step in flight."""
+        before = self._program
+        self._build(ClockedProgram)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(before.event)
+        self._loop = None
+        before.close()
+
+    def take_times(self) -> list[StepTimes]:
+        """See `TimedExecutor`."""
+        times, self._times = self._times, []
+        return times
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -81,6 +123,9 @@ class CPUExecutor:
         await self._until_idle()
         if self._closed:
             raise EngineClosed("the executor is closed")
+        fresh = self.timed and self._clocked is None
+        if fresh:
+            self._keep_times()
         self._listen()
         if step.page_copies:
             self._pages.copy(step.page_copies)
@@ -94,12 +139,15 @@ class CPUExecutor:
         for memory, rows in self._memories:
             await memory.copy_to(rows[: step.n_tokens], step)
         self._running = True
+        launched = time.perf_counter()
         try:
             self._team.submit(self._program)
         except BaseException:
             self._running = False
             raise
         await self._until_idle()
+        if self.timed and self._clocked is not None:
+            self._times.append(self._clocked.read(launched, fresh=fresh))
         if self._program.take_error() != 0:
             raise EngineBug("a step names a position of a sequence that has no page")
         if self.recorder is not None:
@@ -151,9 +199,30 @@ class CPUExecutor:
         if self._closed:
             return
         self._closed = True
-        await self._until_idle()
+        stuck = not await self._ends()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._program.event)
+        await close_within(self._give_back, STUCK_SECONDS if stuck else CLOSING_SECONDS)
+
+    async def _ends(self) -> bool:
+        """Wait for the step in flight as long as some worker still does something; whether it has
+        ended."""
+        pulse, since = self._team.pulse, time.monotonic()
+        while self._running:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._until_idle()
+            now = time.monotonic()
+            if self._team.pulse != pulse:
+                pulse, since = self._team.pulse, now
+            elif now - since > CLOSING_SECONDS:
+                break
+        return not self._running
+
+    def _give_back(self) -> None:
+        """Workers that are stuck are waited for: they use the memory."""
+        if self._running:
+            self._program.wait()
         self._program.close()
         self._team.release()
 

@@ -1,12 +1,11 @@
-"""Engine: the public door.  `open_engine` loads a model; `Engine.generate` answers prompts."""
+"""Engine: the public door, once it is open.  `Engine.generate` answers prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
@@ -14,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.config import EngineConfig
 from runtime.engine.answer import Answer
-from runtime.engine.candidate_sampler import CandidateSampler
-from runtime.engine.executor import Executor, SamplingExecutor
+from runtime.engine.executor import (
+    CountingExecutor,
+    Executor,
+    ResizableExecutor,
+    SamplingExecutor,
+)
 from runtime.engine.kv_cache import KVCache
-from runtime.engine.opening import open_off_loop
 from runtime.engine.params import SamplingParams, defaults_from_metadata
 from runtime.engine.placement import Opened
+from runtime.engine.request_parts import check_length, checked_ids, samplers_of
 from runtime.engine.sampler import Sampler
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
 from runtime.engine.scheduler import Scheduler
@@ -31,14 +34,16 @@ from runtime.engine.statistics import Statistics
 from runtime.engine.step_loop import StepLoop
 from runtime.engine.token import PromptProgress, Token
 from runtime.errors import (
-    ContextTooLong,
+    ConfigError,
     EngineBug,
     EngineClosed,
     EngineError,
     RequestError,
     TokenizerUnavailable,
 )
-from runtime.progress import Progress
+from runtime.experts.totals import ExpertTotals
+from runtime.profiling.instrument import Instrument
+from runtime.profiling.profiler import Profiler
 from runtime.text.guard import GUARD
 
 if TYPE_CHECKING:
@@ -53,44 +58,6 @@ INLINE_CHARACTERS = 4_000
 INLINE_TOKENS = 2_000
 
 
-@asynccontextmanager
-async def open_engine(
-    config: EngineConfig, progress: Progress | None = None
-) -> AsyncIterator[Engine]:
-    """Load the model off the loop and serve until the block ends.
-
-    progress: where the load stands, readable meanwhile (`progress.state.phase`), for /health.
-    Cancelling the load ends it at once; a thread may compile on for a moment and then cleans up.
-    An engine whose own steps fail cancels the block and leaves it with the cause.
-    Raises: ConfigError, ModelError, DeviceError.
-    """
-    progress = progress or Progress()
-    async with AsyncExitStack() as stack:
-        opened = await open_off_loop(config, progress)
-        stack.push_async_callback(opened.close)
-        helper = ThreadPoolExecutor(1, thread_name_prefix="engine helper")
-        # Nobody waits for its work any more when the block ends, and joining would block the loop.
-        stack.callback(helper.shutdown, wait=False, cancel_futures=True)
-        engine = Engine(config, opened, helper)
-        progress.finish()
-        logger.info("%s on %s (%s)", opened.model.name, config.device, opened.reason)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                engine._start(tasks)
-                try:
-                    yield engine
-                finally:
-                    engine.close()
-        except BaseExceptionGroup as group:
-            # One thing went wrong first: the block's own exception, or the step that failed and
-            # cancelled the block.  What went wrong after it is for the log only.
-            first = engine.failure or group.exceptions[0]
-            for other in group.exceptions:
-                if other is not first:
-                    logger.error("another error while the engine ended", exc_info=other)
-            raise first from first.__cause__
-
-
 class EngineState(Enum):
     OPEN = auto()
     CLOSED = auto()
@@ -103,6 +70,8 @@ class Engine:
     config    as given;  shape: how many sequences and tokens there is room for
     model     facts of the model (ModelFacts);  executor: what computes (see `describe`)
     failure   what ended the engine, if something did
+    plan      what it takes of which memory, and its choices, as of its opening; None: a fake one
+    notices   what fell back, shrank or stayed off, and why (`runtime.notices`)
     """
 
     def __init__(self, config: EngineConfig, opened: Opened, helper: ThreadPoolExecutor) -> None:
@@ -112,6 +81,7 @@ class Engine:
         self.shape = opened.shape
         self.executor: Executor = opened.executor
         self.failure: EngineError | None = None
+        self.notices, self.plan = opened.notices, opened.plan
         self._reason = opened.reason
         self._check_model = opened.check_model
         self._state = EngineState.OPEN
@@ -169,11 +139,11 @@ class Engine:
         on_progress: Callable[[PromptProgress], None] | None,
     ) -> AsyncGenerator[Token, None]:
         self._check_usable()
-        ids = await self.tokenize(prompt) if isinstance(prompt, str) else self._checked(prompt)
-        if not ids:
-            raise RequestError("prompt", "is empty: give at least one token")
-        if len(ids) >= self.shape.n_ctx_sequence:
-            raise ContextTooLong(len(ids), self.shape.n_ctx_sequence)
+        if isinstance(prompt, str):
+            ids = await self.tokenize(prompt)
+        else:
+            ids = checked_ids(prompt, self._vocabulary.n_vocab)
+        check_length(ids, self.shape.n_ctx_sequence)
         if params.stop and not self.model.has_tokenizer:
             raise TokenizerUnavailable(f"stop strings need a tokenizer: {self.model.text_error}")
         samplers = await self._samplers(params, ids, n)
@@ -211,25 +181,14 @@ class Engine:
                 self._steps.cancel(answer)
 
     async def _samplers(self, params: SamplingParams, ids: list[int], n: int) -> list[Sampler]:
-        seeds = [params.seed + i if params.seed >= 0 else params.seed for i in range(n)]
-
-        kind = CandidateSampler if isinstance(self.executor, SamplingExecutor) else Sampler
+        candidates = isinstance(self.executor, SamplingExecutor)
 
         def make() -> list[Sampler]:
-            return [kind(replace(params, seed=seed), self._vocabulary, ids) for seed in seeds]
+            return samplers_of(params, self._vocabulary, ids, n, candidates=candidates)
 
         # DRY looks through the whole vocabulary for its breakers, and every text bias is tokenized.
         quick = len(ids) * n < INLINE_TOKENS and not params.dry_multiplier
         return make() if quick else await self._steps.off_loop(make)
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        """Raises: RequestError where one is not a token of this model."""
-        n_vocab = self._vocabulary.n_vocab
-        checked = list(ids)
-        for token in checked:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < n_vocab:
-                raise RequestError("prompt", f"{token!r} is not a token id (0 to {n_vocab - 1})")
-        return checked
 
     async def tokenize(
         self,
@@ -292,9 +251,36 @@ class Engine:
         """What the model's file says about sampling, else the usual defaults."""
         return defaults_from_metadata(self.model.metadata)
 
+    def attach(self, instrument: Instrument) -> None:
+        """Let `instrument` see every step from now on; see `runtime.profiling.instrument`.
+
+        Some steps are timed from then on, which costs under 2 % of the time.
+        """
+        if self._steps.profiler is None:
+            self._steps.profiler = Profiler(self.executor)
+        self._steps.profiler.attach(instrument)
+
+    def detach(self, instrument: Instrument) -> None:
+        """Close an attached instrument; harmless for any other one."""
+        if self._steps.profiler is not None and self._steps.profiler.detach(instrument):
+            self._steps.profiler = None
+
+    async def _let_instruments_go(self) -> None:
+        profiler, self._steps.profiler = self._steps.profiler, None
+        if profiler is not None:
+            await asyncio.to_thread(profiler.close)
+
+    @property
+    def expert_totals(self) -> ExpertTotals | None:
+        """Who served the routed experts so far; None: they do not move between CPU and GPU."""
+        executor = self.executor
+        return executor.expert_totals() if isinstance(executor, CountingExecutor) else None
+
     def statistics(self) -> Statistics:
         """A reading of everything that changes."""
-        return self._slots.statistics()
+        return replace(
+            self._slots.statistics(), experts=self.expert_totals, notices=self.notices.all
+        )
 
     def describe(self) -> dict[str, object]:
         """Facts for /props and the console: context, device, choices and their reasons."""
@@ -305,8 +291,27 @@ class Engine:
             "n_batch": self.config.n_batch or self.executor.limits.max_step_tokens,
             "prefix_cache": self.config.prefix_cache,
             "device_reason": self._reason,
+            **({} if self.plan is None else {"plan": self.plan.describe()}),
+            "notices": self.notices.describe(),
             **self.executor.describe(),
         }
+
+    async def resize(self, vram: float | None) -> int:
+        """Use so many GiB of each GPU's memory, None: all that is free, and hold as many experts
+        there as then fit; returns their bytes once they are there.
+
+        Happens between two steps, and no bit of an answer changes.
+        Raises: ConfigError where no GPU holds just some experts, or what else is there takes more;
+        EngineClosed, DeviceError.
+        """
+        self._check_usable()
+        executor = self.executor
+        if not isinstance(executor, ResizableExecutor):
+            raise ConfigError("vram: no GPU computes this model")
+        if vram is not None and not 0 < vram < 1 << 20:
+            raise ConfigError(f"vram = {vram!r}: use GiB, a number above 0")
+        limit = None if vram is None else int(vram * 2**30)
+        return await self._steps.between_steps(lambda: executor.resize(limit))
 
     async def save_slot(self, slot: int) -> tuple[bytes, int]:
         """An image of the tokens and KV pages of the slot's last sequence, and how many tokens it

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from runtime.engine.step import Step, StepResult
+from runtime.experts.totals import ExpertTotals
 
 
 @dataclass(frozen=True)
@@ -101,4 +102,27 @@ class StatefulExecutor(Executor, Protocol):
 
     def load_state(self, slot: int, image: bytes) -> None:
         """Put what `save_state` returned into `slot`; only between steps."""
+        ...
+
+
+@runtime_checkable
+class CountingExecutor(Executor, Protocol):
+    """An executor whose experts move between the CPU and a GPU."""
+
+    def expert_totals(self) -> ExpertTotals | None:
+        """Who served them so far; None: with this model nothing moves."""
+        ...
+
+
+@runtime_checkable
+class ResizableExecutor(Executor, Protocol):
+    """An executor whose memory for experts may change while it is open."""
+
+    async def resize(self, vram_limit: int | None) -> int:
+        """Use at most so many bytes of each GPU's memory, None: all that is free; returns the bytes
+        of the experts that are there then.  Between steps; no bit of a result changes.
+
+        Raises: ConfigError where nothing can change, or what every token needs takes more;
+        PinningFailed, CudaError.
+        """
         ...

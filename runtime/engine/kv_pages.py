@@ -81,13 +81,7 @@ class KVPages:
     def __init__(self, spec: ModelSpec, n_pages: int, cache_type_k: str, cache_type_v: str) -> None:
         self.n_pages = n_pages
         self.cache_types = (cache_type_k, cache_type_v)
-        shapes = enumerate(layer.mixer.cached for layer in spec.layers)
-        try:
-            self.layers = {
-                i: LayerPages(shape, *self.cache_types) for i, shape in shapes if shape is not None
-            }
-        except ValueError as error:
-            raise ConfigError(f"cache_type_k/cache_type_v: {error}") from error
+        self.layers = _layer_pages(spec, *self.cache_types)
         check_memory(n_pages, sum(layer.page_bytes for layer in self.layers.values()))
         for layer in self.layers.values():
             layer.allocate(n_pages)
@@ -134,6 +128,25 @@ class KVPages:
                 part = np.frombuffer(image, np.uint8, n_bytes, position)
                 memory[page] = part.reshape(memory[page].shape)
                 position += n_bytes
+
+
+def kv_page_bytes(spec: ModelSpec, cache_type_k: str, cache_type_v: str) -> int:
+    """Bytes of one page in all layers together; nothing is allocated.  Raises: ConfigError."""
+    layers = _layer_pages(spec, cache_type_k, cache_type_v)
+    return sum(layer.page_bytes for layer in layers.values())
+
+
+def _layer_pages(spec: ModelSpec, cache_type_k: str, cache_type_v: str) -> dict[int, LayerPages]:
+    """By layer number, without memory.  Raises: ConfigError."""
+    shapes = enumerate(layer.mixer.cached for layer in spec.layers)
+    try:
+        return {
+            i: LayerPages(shape, cache_type_k, cache_type_v)
+            for i, shape in shapes
+            if shape is not None
+        }
+    except ValueError as error:
+        raise ConfigError(f"cache_type_k/cache_type_v: {error}") from error
 
 
 def check_memory(n_pages: int, page_bytes: int) -> None:

@@ -11,10 +11,13 @@ import threading
 from concurrent.futures import Future
 
 from runtime.config import EngineConfig
+from runtime.engine import closing
 from runtime.engine.placement import Opened, open_placed
 from runtime.progress import Progress
 
 THREAD_NAME = "engine opening"
+ENDED_NAME = "engine opened"
+"""Of the thread when nobody has to leave it behind: it only has to tell."""
 
 
 async def open_off_loop(config: EngineConfig, progress: Progress) -> Opened:
@@ -37,12 +40,13 @@ async def open_off_loop(config: EngineConfig, progress: Progress) -> Opened:
 
 
 def left_behind() -> bool:
-    """Whether a cancelled opening still runs.
+    """Whether a cancelled opening, or a closing that nobody waits for, still runs.
 
     A main program then ends by `os._exit`: the interpreter's own end would pull the compiler's
-    memory away from under it.
+    memory away from under it, or wait.
     """
-    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
+    names = {thread.name for thread in threading.enumerate()}
+    return not names.isdisjoint((THREAD_NAME, closing.LEFT_NAME))
 
 
 def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> None:
@@ -50,9 +54,11 @@ def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> 
         opened = open_placed(config, progress)
     except BaseException as error:
         if opening.set_running_or_notify_cancel():
+            threading.current_thread().name = ENDED_NAME
             opening.set_exception(error)
         return
     if opening.set_running_or_notify_cancel():
+        threading.current_thread().name = ENDED_NAME
         opening.set_result(opened)
     else:
         asyncio.run(opened.close())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from runtime.config import ContextShape, EngineConfig, context_shape
 from runtime.engine.executor import Executor, ExecutorLimits
+from runtime.engine.memory_plan import MemoryPlan, cpu_memory_plan, gpu_memory_plan
 from runtime.engine.model_facts import ModelFacts, facts_of, open_template, open_tokenizer
+from runtime.engine.planning import machine_here
+from runtime.engine.proposals import CPU_BATCH, gpu_proposals
 from runtime.errors import DeviceError
+from runtime.notices import Notices, Reason
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -20,16 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_BATCH, GPU_BATCH = 512, 2048
-"""Tokens of a prompt chunk where none are asked for: a GPU reads every weight once a chunk, and all
-experts that it does not hold cross the link once a chunk."""
-
 
 @dataclass(frozen=True)
 class Opened:
     """A ready executor, its model, why it was chosen, and what to close after it.
 
     check_model   raises CorruptModel where the model's file was truncated since it was opened
+    notices       what is not as one would expect, told while it opened and from then on
+    plan          what all of it takes; None: of the fake device
     """
 
     executor: Executor
@@ -38,6 +40,8 @@ class Opened:
     reason: str
     resources: ExitStack
     check_model: Callable[[], None] = lambda: None
+    notices: Notices = field(default_factory=Notices)
+    plan: MemoryPlan | None = None
 
     async def close(self) -> None:
         """Close the executor, then the model under it."""
@@ -47,12 +51,26 @@ class Opened:
             self.resources.close()
 
 
-Open = Callable[["Model", EngineConfig, ContextShape, Progress], Executor]
+@dataclass(frozen=True)
+class Ready:
+    """An executor, the context that it has room for, and what all of it takes."""
+
+    executor: Executor
+    shape: ContextShape
+    plan: MemoryPlan | None = None
+
+
+Open = Callable[["Model", EngineConfig, int, Progress, Notices], Ready]
+"""model, config, tokens of the context that the model was trained on, progress, notices."""
 
 
 def _open_cpu(
-    model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
-) -> Executor:
+    model: Model,
+    config: EngineConfig,
+    n_ctx_train: int,
+    progress: Progress,
+    notices: Notices,
+) -> Ready:
     # The first import on a machine compiles for seconds.
     progress.start("preparing kernels")
     from ops.cpu import KERNEL_CACHE
@@ -69,7 +87,8 @@ def _open_cpu(
         else:
             progress.advance()
 
-    return open_cpu_executor(
+    shape = context_shape(config, n_ctx_train)
+    executor = open_cpu_executor(
         model,
         n_ctx=shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS,
         max_sequences=shape.n_parallel,
@@ -80,33 +99,40 @@ def _open_cpu(
         n_snapshots=None if config.n_snapshots is None else config.n_snapshots * shape.n_parallel,
         progress=kernel_ready,
     )
+    causes = [notice.text for notice in notices.all if notice.reason is Reason.CPU]
+    reason = "; ".join(causes) or ("asked for" if config.device == "cpu" else "no GPU can")
+    return Ready(
+        executor,
+        shape,
+        cpu_memory_plan(model, config, shape, machine_here(with_gpus=False), reason),
+    )
 
 
 def _open_cuda(
-    model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
-) -> Executor:
+    model: Model,
+    config: EngineConfig,
+    n_ctx_train: int,
+    progress: Progress,
+    notices: Notices,
+) -> Ready:
     from runtime.cuda.driver import open_driver
 
-    driver = open_driver()  # before anything is imported for a GPU that is not there
-    from ops.gpu.kv_layout import PAGE_TOKENS
-    from runtime.engine.gpu.opening import open_gpu_executor
-    from runtime.engine.gpu.settings import GPUSettings
+    driver = None
+    try:
+        driver = open_driver()  # before anything is imported for a GPU that is not there
+        from runtime.engine.gpu.opening import open_gpu_executor
 
-    settings = GPUSettings(
-        n_ctx=shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS,
-        max_sequences=shape.n_parallel,
-        max_step_tokens=max(config.n_batch or GPU_BATCH, shape.n_parallel),
-        cache_type_k=config.cache_type_k,
-        cache_type_v=config.cache_type_v,
-        vram_limit=None if config.vram_limit is None else int(config.vram_limit * 2**30),
-        moe_expert_cache=config.moe_expert_cache,
-        n_threads=config.n_threads,
-        n_snapshots=None if config.n_snapshots is None else config.n_snapshots * shape.n_parallel,
-        split=config.split_mode == "layer",
-        main_gpu=config.main_gpu,
-        tensor_split=config.tensor_split,
-    )
-    return open_gpu_executor(model, settings, progress, driver=driver)
+        proposals = gpu_proposals(config, n_ctx_train, notices)
+        settings = [proposal.settings for proposal in proposals]
+        executor = open_gpu_executor(model, settings, progress, driver=driver)
+    except DeviceError as error:
+        if config.device == "auto":
+            notices.add(Reason.CPU, str(error), usual=driver is None)
+        raise
+    planned = executor.planned
+    shape = proposals[settings.index(planned.settings)].shape
+    machine = machine_here(with_gpus=False)
+    return Ready(executor, shape, gpu_memory_plan(model, config, shape, planned, machine))
 
 
 # In the order of preference: `auto` takes the first that can be used, the last one always can.
@@ -125,29 +151,41 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
         return _open_fake(config, progress)
     with ExitStack() as resources:
         model, facts = _open_model(config, progress, resources)
-        shape = context_shape(config, facts.n_ctx_train)
-        executor, reason = _open_executor(model, config, shape, progress)
-        check = model.file.check_unchanged
-        return Opened(executor, facts, shape, reason, resources.pop_all(), check)
+        notices = Notices()
+        ready, reason = _open_executor(model, config, facts.n_ctx_train, progress, notices)
+        return Opened(
+            ready.executor,
+            facts,
+            ready.shape,
+            reason,
+            resources.pop_all(),
+            model.file.check_unchanged,
+            notices,
+            ready.plan,
+        )
 
 
 def _open_executor(
-    model: Model, config: EngineConfig, shape: ContextShape, progress: Progress
-) -> tuple[Executor, str]:
+    model: Model,
+    config: EngineConfig,
+    n_ctx_train: int,
+    progress: Progress,
+    notices: Notices,
+) -> tuple[Ready, str]:
     """The executor on the device that was named, or on the first that can be used; and why."""
+    given = model, config, n_ctx_train, progress, notices
     if config.device != "auto":
-        return DEVICES[config.device](model, config, shape, progress), "asked for"
+        return DEVICES[config.device](*given), "asked for"
     reasons: list[str] = []
     *preferred, last = DEVICES
     for name in preferred:
         try:
-            executor = DEVICES[name](model, config, shape, progress)
+            ready = DEVICES[name](*given)
         except DeviceError as error:
             reasons.append(str(error))
             continue
-        return executor, f"{name} can compute the model"
-    executor = DEVICES[last](model, config, shape, progress)
-    return executor, f"{last}, because of {preferred[0]}: {'; '.join(reasons)}"
+        return ready, f"{name} can compute the model"
+    return DEVICES[last](*given), f"{last}, because of {preferred[0]}: {'; '.join(reasons)}"
 
 
 def _open_model(
@@ -161,6 +199,10 @@ def _open_model(
         from ops.cpu.sigbus import named_bus_errors
 
         resources.enter_context(named_bus_errors(model.file.map_ranges()))
+    if config.load_mode == "pin":
+        from runtime.engine.read_ahead import read_ahead
+
+        resources.enter_context(read_ahead(model))
     progress.start("reading the vocabulary")
     return model, facts_of(model)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from runtime.engine.sequence import Sequence
-from runtime.engine.step import I32, DeviceWork, Step, StepKind
+from runtime.engine.step import I32, DeviceWork, Step, StepKind, StepResult
+from runtime.experts.totals import StepUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,21 @@ class Plan:
     loads: tuple[Load, ...]
     parts: tuple[Part, ...]
     step: Step | None
+
+    def uses(
+        self, result: StepResult
+    ) -> Iterator[tuple[Sequence, tuple[StepUse, ...], slice, int]]:
+        """For each sequence and piece of the step: what served the piece's experts, which of its
+        tokens are the sequence's, and how many it has."""
+        first = 0
+        for n_tokens, use in result.uses:
+            at = -first
+            for part in self.parts if use else ():
+                start, end = max(at, 0), min(at + part.n_tokens, n_tokens)
+                at += part.n_tokens
+                if start < end:
+                    yield part.sequence, use, slice(start, end), n_tokens
+            first += n_tokens
 
 
 def step_of(kind: StepKind, parts: list[Part], copies: tuple[tuple[int, int], ...]) -> Step:

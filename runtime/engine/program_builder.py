@@ -6,7 +6,7 @@ are set before each run (`StepChunks`), those that depend on the routing by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ops.cpu.program import Program
 from runtime.engine.activation_rows import ActivationRows, Rows
@@ -52,12 +52,14 @@ class ProgramBuilder:
         states: StateSlots,
         n_workers: int,
         n_tokens: int,
+        make: Callable[[int], Program] = Program,
     ) -> None:
+        """make: an empty program for so many jobs."""
         spec = model.spec
         self._model, self._spec = model, spec
         self._buffers, self._pages = buffers, pages
         self._n_tokens = n_tokens
-        self.program = Program(JOBS_PER_LAYER * len(spec.layers) + JOBS_PER_LAYER)
+        self.program = make(JOBS_PER_LAYER * len(spec.layers) + JOBS_PER_LAYER)
         self.chunks = StepChunks(buffers.n_tokens, buffers.n_outputs)
         self.x = Rows(n_tokens, 4 * spec.n_stream * spec.n_embd)
         self._matrices = MatrixJobs(self.program, model, n_workers)

@@ -318,12 +318,16 @@ class Scheduler:
         budget = self._n_batch
         if beside and self._prompt_rate:
             budget = min(budget, max(int(self._prompt_rate * STALL_SECONDS), MIN_CHUNK))
-        parts = []
+        parts: list[Part] = []
         for sequence in prompts:
             n_tokens = min(budget, sequence.n_prompt - sequence.n_computed)
             point = self._next_point(sequence, sequence.n_computed)
             if point:
                 n_tokens = min(n_tokens, point - sequence.n_computed)
+            if self.states is not None:
+                start, n_prompt = sequence.n_computed, sequence.n_prompt
+                whole = self.states.whole_pages(start, n_tokens, n_prompt)
+                n_tokens = n_tokens if whole == 0 and not parts else whole
             if n_tokens:
                 end = sequence.n_computed + n_tokens
                 is_last = end == len(sequence.tokens)

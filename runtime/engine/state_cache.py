@@ -96,6 +96,17 @@ class StateCache:
             return min(spaced, last)
         return spaced
 
+    def whole_pages(self, n_computed: int, n_tokens: int, n_prompt: int) -> int:
+        """Of the next n_tokens those up to a page's end, or all where they end the prompt.
+
+        Executors may take several tokens of a prompt at a time: then bits do not depend on where it
+        is cut only as long as that is between those.
+        """
+        end = n_computed + n_tokens
+        if end < n_prompt:
+            end -= end % self._page_tokens
+        return max(0, end - n_computed)
+
     def find(
         self, tokens: Sequence[int], chain: Sequence[bytes], n_tokens: int
     ) -> Iterator[Snapshot]:

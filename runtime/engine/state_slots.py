@@ -58,17 +58,24 @@ def state_slots_for(state_bytes: int, max_sequences: int, n_snapshots: int | Non
 
     Raises: ConfigError where they do not fit the memory that is available now.
     """
-    if state_bytes == 0:
-        return 0
     available = available_bytes()
-    if n_snapshots is None:
-        share = (available or 0) // SNAPSHOT_SHARE // state_bytes
-        n_snapshots = min(MAX_SNAPSHOTS, max(share, 2))
-    n_slots = max_sequences + n_snapshots
+    n_slots = n_state_slots(state_bytes, max_sequences, n_snapshots, available)
     if available is not None and n_slots * state_bytes > available:
         raise ConfigError(
-            f"n_parallel = {max_sequences} and {n_snapshots} snapshots take "
+            f"n_parallel = {max_sequences} and {n_slots - max_sequences} snapshots take "
             f"{n_slots * state_bytes / 2**30:.1f} GiB of recurrent states, and "
             f"{available / 2**30:.1f} GiB of memory is available"
         )
     return n_slots
+
+
+def n_state_slots(
+    state_bytes: int, max_sequences: int, n_snapshots: int | None, available: int | None
+) -> int:
+    """The same where so much memory is available (None: unknown), whether it fits or not."""
+    if state_bytes == 0:
+        return 0
+    if n_snapshots is None:
+        share = (available or 0) // SNAPSHOT_SHARE // state_bytes
+        n_snapshots = min(MAX_SNAPSHOTS, max(share, 2))
+    return max_sequences + n_snapshots

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.engine.params import SamplingParams
+from runtime.experts.totals import ExpertTotals
+from runtime.notices import Notice
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ class Counters:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The engine now: sequences running and waiting, KV pages, totals, and every slot."""
+    """The engine now: sequences running and waiting, KV pages, totals, and every slot.
+
+    experts   who served the routed ones; None where they do not move
+    notices   what fell back, shrank or stayed off
+    """
 
     n_running: int
     n_waiting: int
@@ -62,3 +68,5 @@ class Statistics:
     n_pages_cached: int
     counters: Counters
     slots: tuple[SlotStatistics, ...]
+    experts: ExpertTotals | None = None
+    notices: tuple[Notice, ...] = ()

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.experts.totals import StepUse
+
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
@@ -101,8 +103,11 @@ class StepResult:
     not_finite  outputs whose logits are not numbers: only of a step that cannot be repeated for
                 each sequence alone, because states have moved on, or the next step has begun
     chosen      of a step with `sampling`
+    uses        of routed experts: for each piece in which the step was performed how many tokens
+                it had and what served them; none where the GPU holds all of them
     """
 
     logits: F32
     not_finite: tuple[int, ...] = ()
     chosen: Chosen | None = None
+    uses: tuple[tuple[int, tuple[StepUse, ...]], ...] = ()

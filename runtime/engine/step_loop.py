@@ -16,6 +16,7 @@ import numpy as np
 
 from runtime.engine.answer import Answer
 from runtime.engine.candidate_sampler import CandidateSampler
+from runtime.engine.choosing import choose, choose_chosen
 from runtime.engine.executor import Executor, SamplingExecutor, StepInFlight
 from runtime.engine.plan import Plan
 from runtime.engine.sampler import Choice
@@ -23,7 +24,9 @@ from runtime.engine.scheduler import Scheduler
 from runtime.engine.sequence import Sequence, State
 from runtime.engine.statistics import Counters
 from runtime.engine.step import F32, Chosen, DeviceWork, Step, StepKind, StepResult
-from runtime.errors import ComputeError, EngineBug, EngineError
+from runtime.errors import ComputeError, EngineError
+from runtime.profiling.profiler import Profiler
+from runtime.profiling.record import StepSort
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +35,7 @@ T = TypeVar("T")
 # Logits that one pass reduces to a few count once, others as the passes that they take.
 INLINE_LOGITS = 200_000
 SLOW_PASSES = 8
+SORTS = (StepSort.PROMPT, StepSort.DECODE)
 # Answering many sequences gives the loop a turn this often.
 TURN_SECONDS = 1e-3
 
@@ -47,6 +51,7 @@ class StepLoop:
         self.executor = executor
         self.counters = Counters()
         self.slots: dict[int, Answer] = {}  # the last answer of each slot
+        self.profiler: Profiler | None = None
         # Where the executor chooses tokens itself.
         self._sampling = executor if isinstance(executor, SamplingExecutor) else None
         self._helper = helper
@@ -121,6 +126,8 @@ class StepLoop:
             elif not self._jobs:
                 self._wake.clear()
                 await self._wake.wait()
+                if self.profiler is not None:
+                    self.profiler.woke()
 
     async def _perform(self, plan: Plan, step: Step) -> None:
         for part in plan.parts:
@@ -135,9 +142,11 @@ class StepLoop:
             if sampled is not None:
                 await self._run_ahead(self._sampling, plan, sampled)
                 return
+        self._begins(step)
         began = time.perf_counter()
         logits = await self._compute(plan, step)
         seconds = time.perf_counter() - began
+        self._ended(len(step.output_tokens))
         ready = self.scheduler.commit(plan, seconds)
         self._count(step, len(step.output_tokens), seconds)
         if step.kind is StepKind.PREFILL:
@@ -168,13 +177,14 @@ class StepLoop:
         Each begins before the one before it has ended: the executor never waits for the host.
         """
         began = time.perf_counter()
-        flight = await executor.begin(step)
-        while True:
+        flight = await self._begin(executor, plan, step)
+        while flight is not None:
             following = self._following(executor, plan)
-            behind = None if following is None else await executor.begin(following[1])
+            behind = None if following is None else await self._begin(executor, *following)
             await asyncio.sleep(0)  # callers read the tokens of the step before
             result = await self._result(plan, flight)
             now = time.perf_counter()
+            self._ended(len(step.output_tokens))
             ready = self.scheduler.commit(plan, now - began)
             self._count(step, len(ready), now - began)
             if result is not None and result.chosen is not None and step.sampling is not None:
@@ -182,6 +192,24 @@ class StepLoop:
             if following is None or behind is None:
                 return
             (plan, step), flight, began = following, behind, now
+
+    async def _begin(
+        self, executor: SamplingExecutor, plan: Plan, step: Step
+    ) -> StepInFlight | None:
+        """Begin the step of `plan`; None where that failed, and with it its sequences, if it is not
+        one that follows: what it stands for is planned anew."""
+        self._begins(step)
+        try:
+            return await executor.begin(step)
+        except ComputeError as error:
+            if self.profiler is not None:
+                self.profiler.did_not_begin()
+            if step.follows:
+                return None
+            for part in plan.parts:
+                self._fail(part.sequence, error)
+            self.scheduler.commit(plan, 0.0)
+            return None
 
     async def _result(self, plan: Plan, flight: StepInFlight) -> StepResult | None:
         """What the step of `plan` gave; None where it gave nothing, and its sequences failed."""
@@ -192,6 +220,7 @@ class StepLoop:
                 if part.sequence in self._answers:
                     self._fail(part.sequence, error)
             return None
+        self._note_uses(plan, result)
         if result.not_finite:
             self._fail_outputs(plan, result)
         return result
@@ -232,6 +261,7 @@ class StepLoop:
         """The logits of the step.  A sequence whose numbers are not finite fails alone."""
         try:
             result = await self.executor.run(step)
+            self._note_uses(plan, result)
             if result.not_finite:
                 self._fail_outputs(plan, result)
             return result.logits
@@ -256,6 +286,12 @@ class StepLoop:
                 logits[row] = values
         return logits
 
+    def _note_uses(self, plan: Plan, result: StepResult) -> None:
+        """Tell the answers what served the experts of their tokens."""
+        for sequence, use, tokens, n_tokens in plan.uses(result):
+            if sequence in self._answers:
+                self._answers[sequence].use.add(use, tokens, n_tokens)
+
     def _fail_outputs(self, plan: Plan, result: StepResult) -> None:
         """Fail the sequences of the outputs that are not finite."""
         wanting = [part.sequence for part in plan.parts if part.wants_logits]
@@ -265,7 +301,7 @@ class StepLoop:
 
     async def _answer(self, ready: list[tuple[int, Sequence]], logits: F32) -> None:
         """Choose the next token of every sequence in `ready` and send it."""
-        turn_began = time.perf_counter()
+        began = turn_began = time.perf_counter()
         for row, sequence in ready:
             answer = self._answers.get(sequence)
             if answer is None or sequence.cancel_wanted:
@@ -282,12 +318,13 @@ class StepLoop:
             if time.perf_counter() - turn_began > TURN_SECONDS:
                 await asyncio.sleep(0)
                 turn_began = time.perf_counter()
+        self._answered(began)
 
     async def _answer_chosen(
         self, ready: list[tuple[int, Sequence]], works: tuple[DeviceWork, ...], chosen: Chosen
     ) -> None:
         """Send the token that was chosen for every sequence in `ready`."""
-        turn_began = time.perf_counter()
+        began = turn_began = time.perf_counter()
         for row, sequence in ready:
             answer = self._answers.get(sequence)
             if answer is None or sequence.cancel_wanted:
@@ -296,6 +333,7 @@ class StepLoop:
             if time.perf_counter() - turn_began > TURN_SECONDS:
                 await asyncio.sleep(0)
                 turn_began = time.perf_counter()
+        self._answered(began)
 
     def _take(self, sequence: Sequence, answer: Answer, outcome: Choice | EngineError) -> None:
         """The sequence goes on with a token, or ends."""
@@ -321,6 +359,18 @@ class StepLoop:
                 self._end(sequence, State.CANCELLED)
         self._cancelled.clear()
 
+    def _begins(self, step: Step) -> None:
+        if self.profiler is not None:
+            self.profiler.begins(SORTS[step.kind is StepKind.DECODE], step.n_tokens)
+
+    def _ended(self, n_outputs: int) -> None:
+        if self.profiler is not None:
+            self.profiler.ended(n_outputs)
+
+    def _answered(self, began: float) -> None:
+        if self.profiler is not None:
+            self.profiler.answered(began)
+
     def _count(self, step: Step, n_outputs: int, seconds: float) -> None:
         counters, running = self.counters, self.scheduler.running
         counters.busy_slots += len(running)
@@ -334,24 +384,3 @@ class StepLoop:
         else:
             counters.decode_steps += 1
             counters.predicted_seconds += seconds
-
-
-def choose(answer: Answer, logits: F32) -> Choice | EngineError:
-    """The answer's next token, or why there is none."""
-    try:
-        return answer.sampler.choose(logits, len(answer.sequence.tokens))
-    except EngineError as error:
-        return error
-
-
-def choose_chosen(
-    answer: Answer, work: DeviceWork, chosen: Chosen, row: int
-) -> Choice | EngineError:
-    """The same where the executor did `work` for the output `row`."""
-    sampler = answer.sampler
-    if not isinstance(sampler, CandidateSampler):
-        return EngineBug(f"a {type(sampler).__name__} got candidates")
-    try:
-        return sampler.choice_of(work, chosen, row, len(answer.sequence.tokens))
-    except EngineError as error:
-        return error

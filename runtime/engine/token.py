@@ -41,6 +41,9 @@ class Timings:
     prompt_n      prompt tokens that were computed; prompt_ms: until the first token, without the
                   time in the queue
     predicted_n   generated tokens, the end token too; predicted_ms: from the first to the last
+    expert_hit_rate, expert_miss_bytes   of the routed experts of all its tokens: the share that the
+                  GPU held, and the bytes of the others, read anew for every token; None where
+                  experts do not move, or of a sequence that goes on
     """
 
     cache_n: int
@@ -48,9 +51,15 @@ class Timings:
     prompt_ms: float
     predicted_n: int
     predicted_ms: float
+    expert_hit_rate: float | None = None
+    expert_miss_bytes: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """All of llama-server's `timings` fields."""
+        """All of llama-server's `timings` fields, and ours where they say something."""
+        own = {
+            "expert_hit_rate": self.expert_hit_rate,
+            "expert_miss_bytes": self.expert_miss_bytes,
+        }
         return {
             "cache_n": self.cache_n,
             "prompt_n": self.prompt_n,
@@ -61,6 +70,7 @@ class Timings:
             "predicted_ms": self.predicted_ms,
             "predicted_per_token_ms": _ratio(self.predicted_ms, self.predicted_n),
             "predicted_per_second": _ratio(1e3 * self.predicted_n, self.predicted_ms),
+            **{name: value for name, value in own.items() if value is not None},
         }
 
 

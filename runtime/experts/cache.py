@@ -11,7 +11,7 @@ it; several steps may be in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,8 +71,7 @@ class ExpertCache:
         """Experts that have a slot but are not there yet."""
         self.layer_classes = np.array([layer.size_class for layer in layers], np.int64)
         self._free: dict[int, list[int]] = {}
-        for slot in reversed(range(len(slot_classes))):
-            self._free.setdefault(slot_classes[slot], []).append(slot)
+        self._offer(slot_classes)
         self.n_slots = len(slot_classes)
         self._changes: deque[Change] = deque()
         self._waiting: deque[_Waiting] = deque()
@@ -80,6 +79,35 @@ class ExpertCache:
         self.n_begun = 0
         """Steps, since the start."""
         self.n_ended = 0
+
+    def _offer(self, slot_classes: Sequence[int]) -> None:
+        """All slots are free."""
+        self._free.clear()
+        for slot in reversed(range(len(slot_classes))):
+            self._free.setdefault(slot_classes[slot], []).append(slot)
+
+    def refill(self, slot_classes: Sequence[int], best: Iterable[Expert]) -> list[Upload]:
+        """Other slots instead of these: who goes where, the best first, as far as there are slots.
+
+        What is copied there before the next step counts as there; changes that no step has seen
+        are forgotten, so the table is written anew.
+        Raises: EngineBug while a step is in flight, or an upload under way.
+        """
+        if self.n_begun != self.n_ended or self._loading:
+            raise EngineBug("the slots of experts were changed while a step or an upload runs")
+        self.slot_of[:] = NO_SLOT
+        self.coming[:] = False
+        self._changes.clear()
+        self._waiting.clear()
+        self._offer(slot_classes)
+        self.n_slots = len(slot_classes)
+        uploads = []
+        for layer, expert in best:
+            free = self._free.get(self.layers[layer].size_class)
+            if free:
+                slot = self.slot_of[layer, expert] = free.pop()
+                uploads.append(Upload(layer, expert, int(slot)))
+        return uploads
 
     @property
     def resident(self) -> NDArray[np.bool_]:

@@ -7,15 +7,16 @@ decisions and the start of uploads happen while the GPU works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ops.gpu.expert import ADDRESSES
-from ops.gpu.router import in_place, in_place_word
+from ops.gpu.router import in_place_word
 from runtime.cuda.device import Device
 from runtime.cuda.memory import Arena, DeviceBuffer, arena_bytes
 from runtime.engine.gpu.control import Delta
@@ -23,23 +24,37 @@ from runtime.engine.gpu.expert_launches import GROUPED_TOKENS, are_slot_formats
 from runtime.engine.gpu.experts import empty_table, moe_layers
 from runtime.engine.gpu.step_shape import SMALL_BATCHES
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
-from runtime.experts.cache import NO_SLOT, Change, ExpertCache, LayerShape, Upload
+from runtime.errors import OutOfDeviceMemory
+from runtime.experts.cache import NO_SLOT, Change, Expert, ExpertCache, LayerShape, Upload
+from runtime.experts.expert_kinds import ExpertKinds
 from runtime.experts.fetched_experts import FetchedExperts
-from runtime.experts.host_experts import HostExperts, HostPart, LayerExperts, bytes_at
+from runtime.experts.first_experts import load_first
+from runtime.experts.host_experts import HostExperts, HostPart, LayerExperts
 from runtime.experts.policies import default_policy
 from runtime.experts.policy import Policy
+from runtime.experts.served import InPlaceRule, Usage, counted
+from runtime.experts.totals import (
+    FETCHED,
+    IN_PLACE,
+    N_KINDS,
+    ON_CPU,
+    ON_GPU,
+    ExpertTotals,
+    StepUse,
+)
+from runtime.experts.upload_budget import UploadBudget
 from runtime.experts.uploader import Uploader
 from runtime.models.spec import ModelSpec
+from runtime.profiling.record import Span
 
+I8 = NDArray[np.int8]
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
 
 MAX_DELTAS = 64
-UPLOADS_A_STEP = 4
-"""At 2 ms a step and 2.7 MB an expert about 5 GB/s, of which the steps notice nothing."""
+UPLOADS_A_STEP = 24
+"""At most, see `UploadBudget`: each brings two changes of the table."""
 
-ON_CPU, ON_GPU, IN_PLACE, FETCHED, NOBODY = 0, 1, 2, 3, 4
-N_KINDS = 5
 IN_PLACE_SEED = 0
 
 BY_SLOT_TOKENS = max(n for n in SMALL_BATCHES if n < GROUPED_TOKENS)
@@ -57,6 +72,7 @@ class CacheSettings:
                     0 to 1, if they are pinned; the CPU computes the others
     in_place_every  each so many'th of a token's misses of a layer is read in place besides, at
                     least 2; 0: none. Of few tokens only, and if they are pinned
+    layer_slots     of each layer, instead of `slots`
     """
 
     slots: int
@@ -64,35 +80,25 @@ class CacheSettings:
     fetches: bool = False
     zero_copy: float = 0.0
     in_place_every: int = 0
+    layer_slots: tuple[int, ...] | None = None
 
-
-@dataclass
-class Usage:
-    """Who served the routed experts of all tokens so far.
-
-    by_layer  i64[n_layers, 5]: on the CPU, on the GPU, in place, fetched; the last column means
-              nothing
-    uploads   experts that set out for the GPU
-    """
-
-    by_layer: NDArray[np.int64]
-    uploads: int = 0
+    def slots_of(self, index: int, layer: LayerExperts) -> int:
+        """Slots for the experts of a layer, the index'th."""
+        wanted = self.slots if self.layer_slots is None else self.layer_slots[index]
+        return min(wanted, layer.n_expert)
 
     @property
-    def cpu_misses(self) -> int:
-        return int(self.by_layer[:, ON_CPU].sum())
+    def words(self) -> str:
+        """For the console."""
+        if self.layer_slots is None:
+            return f"{self.slots} a layer on the GPU"
+        return f"the first {sum(self.layer_slots)} on the GPU, layer after layer"
 
-    @property
-    def hits(self) -> int:
-        return int(self.by_layer[:, ON_GPU].sum())
-
-    @property
-    def in_place(self) -> int:
-        return int(self.by_layer[:, IN_PLACE].sum())
-
-    @property
-    def fetched(self) -> int:
-        return int(self.by_layer[:, FETCHED].sum())
+    def halved(self) -> CacheSettings:
+        """With half of the slots."""
+        layers = self.layer_slots
+        half = None if layers is None else tuple(n // 2 for n in layers)
+        return replace(self, slots=self.slots // 2, layer_slots=half)
 
 
 class CachedExperts:
@@ -109,22 +115,21 @@ class CachedExperts:
         settings: CacheSettings,
         policy: Callable[[ExpertCache], Policy] = default_policy,
     ) -> None:
-        """Allocates; `load` fills.  The host's experts are pinned before, or never.
+        """Allocates; `load` fills.  The host's experts are used as they become pinned.
 
         Raises: OutOfDeviceMemory, CudaError.
         """
         self._device, self._spec, self._host, self._settings = device, spec, host, settings
         self._rows = [index * max(spec.n_expert_max, 1) for index, _ in moe_layers(spec)]
         sizes = [layer.slot_bytes for layer in host.layers]
-        counts: dict[int, int] = {}
-        for layer, size in zip(host.layers, sizes, strict=True):
-            counts[size] = counts.get(size, 0) + min(settings.slots, layer.n_expert)
         self._slots: list[int] = []
+        self._arena: Arena | None = None
         with ExitStack() as resources:
-            classes = self._take_slots(counts, resources)
+            resources.callback(self._give_slots)
+            classes = self._take_slots()
             self.fetches = self._fetches(resources)
             self._uploader = Uploader(
-                device, host.layers, self._slots.__getitem__, max(settings.uploads_a_step, 1)
+                device, host, self._slots.__getitem__, max(settings.uploads_a_step, 1)
             )
             resources.callback(self._uploader.close)
             n_bytes = 8 * ADDRESSES * max(len(host.layers) * spec.n_expert_max, 1)
@@ -134,28 +139,80 @@ class CachedExperts:
         self.cache = ExpertCache(shapes, classes)
         self._policy = policy(self.cache)
         shares = np.random.default_rng(IN_PLACE_SEED).random(self.cache.slot_of.shape)
-        self._in_place = (shares < settings.zero_copy) & host.pinned
-        self._kinds = np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8)
+        self._wanted_in_place = shares < settings.zero_copy
+        self._pinned = host.pinned_experts
+        self._in_place = self._wanted_in_place & self._pinned
+        self._now_in_place: deque[Expert] = deque()  # the table does not say so yet
+        self._kinds = ExpertKinds(np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8))
+        self._budget = UploadBudget(settings.uploads_a_step)
         self.usage = Usage(np.zeros((len(host.layers), N_KINDS), np.int64))
-        self._layer_index = np.arange(len(host.layers))[:, None, None]
+        self._expert_bytes = np.array(
+            [sum(matrix.n_bytes for matrix in layer.matrices) for layer in host.layers], np.int64
+        )
         wanted = settings.in_place_every > 0 and host.pinned
         self._by_slot = np.array(
             [wanted and are_slot_formats(layer.formats) for layer in host.layers], np.bool_
         )
+        self._rule = InPlaceRule(settings.in_place_every, self._by_slot, BY_SLOT_TOKENS)
         self._seen: list[I32] = []
 
-    def _take_slots(self, counts: Mapping[int, int], resources: ExitStack) -> list[int]:
+    def _take_slots(self) -> list[int]:
         """Allocate the slots; their size classes, which are their bytes."""
+        counts: dict[int, int] = {}
+        for index, layer in enumerate(self._host.layers):
+            n_slots = self._settings.slots_of(index, layer)
+            counts[layer.slot_bytes] = counts.get(layer.slot_bytes, 0) + n_slots
         self.n_bytes = arena_bytes(counts)
         if not self.n_bytes:
             return []
-        arena = resources.enter_context(Arena(self._device, counts, "expert cache"))
+        self._arena = Arena(self._device, counts, "expert cache")
         classes = []
         for size, count in counts.items():
-            slots = [arena.take(size) for _ in range(count)]
+            slots = [self._arena.take(size) for _ in range(count)]
             self._slots += [slot.address for slot in slots if slot is not None]
             classes += [size] * count
         return classes
+
+    def _give_slots(self) -> None:
+        arena, self._arena = self._arena, None
+        self._slots.clear()
+        if arena is not None:
+            arena.close()
+
+    @property
+    def settings(self) -> CacheSettings:
+        return self._settings
+
+    def resize(self, settings: CacheSettings) -> CacheSettings:
+        """Hold as many experts as `settings` say: those that are there first, then the most used.
+
+        No step is in flight, and the table is written anew before the next.  Blocks until all are
+        there.  Returns what there was memory for, if that is less.
+        Raises: PinningFailed, CudaError.
+        """
+        self._count_seen()
+        for upload in self._uploader.settle():
+            self.cache.arrived(upload)
+        resident = self.cache.resident
+        best = sorted(self._policy.first(self.cache), key=lambda expert: not resident[expert])
+        self._give_slots()
+        self._settings = settings
+        while True:
+            try:
+                classes = self._take_slots()
+                break
+            except OutOfDeviceMemory:
+                if not self._settings.slots:
+                    raise
+                self._settings = self._settings.halved()
+        self._now_in_place.clear()
+        kinds = np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8)
+        uploads = self.cache.refill(classes, best)
+        for upload in uploads:
+            kinds[upload.layer, upload.expert] = ON_GPU
+        load_first(self._device, self._host, uploads, self._slots.__getitem__, int)
+        self._kinds.reset(kinds)
+        return self._settings
 
     def _fetches(self, resources: ExitStack) -> FetchedExperts | None:
         if not (self._settings.fetches and self._host.layers):
@@ -169,22 +226,28 @@ class CachedExperts:
 
         Raises: PinningFailed, CudaError; whatever `moved` raises.
         """
-        transfers: list[Transfer] = []
+        uploads: list[Upload] = []
+        kinds = self._kinds.ended.copy()
         for layer, expert in self._policy.first(self.cache):
             upload = self.cache.fill(layer, expert)
             if upload is not None:
-                transfers += self._transfers(upload)
-                self._kinds[layer, expert] = ON_GPU
-        transfer_all(self._device, transfers, moved)
+                uploads.append(upload)
+                kinds[layer, expert] = ON_GPU
+        load_first(self._device, self._host, uploads, self._slots.__getitem__, moved)
         if self._by_slot.any():
             self._load_host_rows()
+        self._kinds.reset(kinds)
+
+    def show(self, kinds: I8) -> None:
+        """See `ExpertStore.show`."""
+        self._kinds.show(kinds)
 
     def _load_host_rows(self) -> None:
         """Where kernels find every expert in the host's memory, in rows like the table's."""
         rows = np.zeros((*self.cache.slot_of.shape, ADDRESSES), np.uint64)
         for layer, experts in enumerate(self._host.layers):
             for column, m in enumerate(experts.matrices):
-                rows[layer, :, column] = m.address + m.stride * np.arange(rows.shape[1])
+                rows[layer, :, column] = m.host + m.stride * np.arange(rows.shape[1])
         transfer_all(self._device, [Transfer(self._host_rows.address, flat(rows))])
 
     def table(self) -> U64:
@@ -204,35 +267,81 @@ class CachedExperts:
 
     def before_step(self) -> Sequence[Delta]:
         """See `ExpertStore.before_step`.  Raises: DeviceLost, CudaError."""
+        self._budget.step_begins()
         for upload in self._uploader.arrived():
             self.cache.arrived(upload)
         changes = self.cache.begin_step(MAX_DELTAS)
-        for change in changes:
-            kind = IN_PLACE if self._in_place[change.layer, change.expert] else ON_CPU
-            kind = kind if change.slot == NO_SLOT else ON_GPU
-            self._kinds[change.layer, change.expert] = kind
+        while self._now_in_place and len(changes) < MAX_DELTAS:
+            expert = self._now_in_place.popleft()
+            if self.cache.slot_of[expert] == NO_SLOT:
+                changes.append(Change(*expert, NO_SLOT))
+        kinds = [((change.layer, change.expert), self._kind(change)) for change in changes]
+        self._kinds.begin_step(kinds)
         return [self._delta(change) for change in changes]
+
+    def _kind(self, change: Change) -> int:
+        """Who serves the expert after the change."""
+        if change.slot != NO_SLOT:
+            return ON_GPU
+        return IN_PLACE if self._in_place[change.layer, change.expert] else ON_CPU
 
     def while_running(self) -> None:
         """Decide on swaps, and start uploads, while a step runs.  Raises: DeviceLost, CudaError."""
         self._count_seen()
-        room = self._settings.uploads_a_step - self.cache.n_pending if self._host.pinned else 0
+        if self._host.pinned_experts is not self._pinned:
+            self._see_pinned(self._host.pinned_experts)
+        pins_all = self._host.pins_all  # those that are not pinned yet soon will be
+        seconds = self._uploader.seconds
+        room = self._budget.decisions(seconds, self.cache.n_pending, pinned=pins_all)
         for swap in self._policy.swaps(self.cache, room):
-            self.cache.replace(*swap.expert, swap.victim)
-        for upload in self.cache.startable(self._uploader.room):
+            if self._pinned[swap.expert] or not pins_all:
+                self.cache.replace(*swap.expert, swap.victim)
+        self._uploader.forward()
+        most = min(self._budget.a_step(seconds), self._uploader.room)
+        for upload in self.cache.startable(most):
             self._uploader.start(upload)
             self.usage.uploads += 1
+            self.usage.upload_bytes += int(self._expert_bytes[upload.layer])
 
-    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
+    def _see_pinned(self, pinned: NDArray[np.bool_]) -> None:
+        """More experts are pinned: the next steps may read them in place."""
+        in_place = self._wanted_in_place & pinned
+        new = np.argwhere(in_place & ~self._in_place).tolist()
+        self._now_in_place.extend((layer, expert) for layer, expert in new)
+        self._pinned, self._in_place = pinned, in_place
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a step that fetches may begin now: all experts are pinned."""
+        return self.fetches is not None and self._host.pinned
+
+    def after_step(self, choices: I32, *, fetched: bool = False) -> tuple[StepUse, ...]:
         """The step has ended, well or not; choices i32[n_moe_layers, n_tokens, n_used] are the
-        experts that it used, -1 where a layer uses fewer."""
+        experts that it used, -1 where a layer uses fewer. What served them."""
         self.cache.end_step()
-        counted = self._count(choices)
+        kinds = self._kinds.end_step()
+        counts = counted(kinds, choices, self._rule)
         if fetched:
-            counted[:, FETCHED] += counted[:, ON_CPU]
-            counted[:, ON_CPU] = 0
-        self.usage.by_layer += counted
+            counts[..., FETCHED] += counts[..., ON_CPU]
+            counts[..., ON_CPU] = 0
+            moved = (kinds == ON_CPU).sum(axis=1) @ self._expert_bytes
+            self.usage.fetch_bytes += int(moved)
+        self.usage.by_layer += counts.sum(axis=0)
         self._seen.append(choices.copy())
+        return (StepUse(counts, self._expert_bytes),)
+
+    def totals(self) -> ExpertTotals:
+        """See `ExpertStore.totals`."""
+        totals = self.usage.totals(self._expert_bytes, f"cuda:{self._device.info.index}")
+        meter = self._uploader.meter
+        if not meter.seconds:
+            return totals
+        rate = meter.n_bytes / meter.seconds / 1e9
+        return replace(totals, links=tuple(replace(link, gb_s=rate) for link in totals.links))
+
+    def take_spans(self) -> list[Span]:
+        """See `StepExperts.take_spans`."""
+        return self._uploader.meter.take_spans()
 
     def _count_seen(self) -> None:
         """Tell the policy of the steps that have ended."""
@@ -240,33 +349,14 @@ class CachedExperts:
             self._policy.used(choices)
         self._seen.clear()
 
-    def _count(self, choices: I32) -> NDArray[np.int64]:
-        """i64[n_layers, 5]: where what was chosen is."""
-        n_layers, n_expert = self._kinds.shape
-        if choices.size > self._kinds.size:  # experts, not choices: a prompt's take 20 ms longer
-            cells = choices + (1 + (n_expert + 1) * self._layer_index)
-            uses = np.bincount(cells.reshape(-1), minlength=n_layers * (n_expert + 1))
-            weights = uses.reshape(n_layers, n_expert + 1)[:, 1:]
-            kinds = self._kinds + N_KINDS * self._layer_index[:, 0]
-            counted = np.bincount(kinds.reshape(-1), weights.reshape(-1), N_KINDS * n_layers)
-        else:
-            kinds = self._kinds[self._layer_index, choices]
-            if choices.shape[1] <= BY_SLOT_TOKENS and self._by_slot.any():
-                missed = (kinds == ON_CPU) & self._by_slot[:, None, None] & (choices >= 0)
-                kinds[in_place(missed, self._settings.in_place_every)] = IN_PLACE
-            if int(choices.min(initial=0)) < 0:
-                kinds[choices < 0] = NOBODY
-            cells = kinds + N_KINDS * self._layer_index
-            counted = np.bincount(cells.reshape(-1), minlength=N_KINDS * n_layers)
-        return counted.reshape(n_layers, N_KINDS).astype(np.int64)
-
     def describe(self) -> dict[str, object]:
         usage = self.usage
         return {
-            "experts": f"{self._settings.slots} a layer on the GPU",
+            "experts": self._settings.words,
             "expert_bytes": self.n_bytes,
             "expert_slots": self.cache.n_slots,
-            "expert_swaps": self._host.why_not_pinned or "on",
+            "expert_swaps": "on" if self._settings.uploads_a_step else "off",
+            **self._host.describe(),
             "expert_hits": usage.hits,
             "expert_cpu_misses": usage.cpu_misses,
             "expert_in_place_reads": usage.in_place,
@@ -280,13 +370,6 @@ class CachedExperts:
         self._resources.close()
         self._host.close()
 
-    def _transfers(self, upload: Upload) -> list[Transfer]:
-        target = self._slots[upload.slot]
-        return [
-            Transfer(target + m.offset, bytes_at(m.host + upload.expert * m.stride, m.n_bytes))
-            for m in self._host.layers[upload.layer].matrices
-        ]
-
     def _delta(self, change: Change) -> Delta:
         layer, expert = change.layer, change.expert
         row = self._rows[layer] + expert
@@ -294,19 +377,7 @@ class CachedExperts:
         if change.slot != NO_SLOT:
             gate, up, down = (self._slots[change.slot] + m.offset for m in matrices)
         elif self._in_place[layer, expert]:
-            gate, up, down = (m.address + expert * m.stride for m in matrices)
+            gate, up, down = (m.host + expert * m.stride for m in matrices)
         else:
             gate = up = down = 0
         return row, gate, up, down
-
-
-def slots_that_fit(layers: Sequence[LayerExperts], n_bytes: int) -> int:
-    """Slots of every layer that fit in n_bytes of the GPU's memory, at most what a layer has."""
-    a_layer_each = sum(layer.slot_bytes for layer in layers)
-    most = max((layer.n_expert for layer in layers), default=0)
-    return min(most, n_bytes // a_layer_each) if a_layer_each else 0
-
-
-def cache_bytes(layers: Sequence[LayerExperts], slots: int) -> int:
-    """What a cache of so many slots a layer allocates."""
-    return sum(layer.slot_bytes * min(slots, layer.n_expert) for layer in layers)

@@ -4,10 +4,11 @@ An executor, for each step:
 
     exchange.begin(epoch)           # before the launch: the team waits for the first layer
     graph.launch(stream)            # with a mailbox a MoE layer, see `mailbox`
-    ... until its done word and `exchange.idle`
+    ... until its done word and `exchange.ended(epoch)`
     exchange.check(epoch)           # ExchangeStalled if the GPU gave up waiting
 
-`abort` lets the team go when the step will not end (a lost device). Nothing here waits.
+A step may begin behind one that has not ended. `abort` lets the team go when a step will not end
+(a lost device). Nothing here waits.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ops import exchange as words
+from ops.cpu.clock import CycleClock
 from ops.cpu.team import Team, TeamError
-from ops.exchange import ExchangeLayout
-from ops.gpu.mailbox import PATIENCE_NS, STATE_BYTES, MailboxLaunch
+from ops.exchange import FORECAST_TOKENS, ExchangeLayout
+from ops.gpu.mailbox import NO_FORECAST, PATIENCE_NS, STATE_BYTES, Forecast, MailboxLaunch
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
 from runtime.cuda.stream import Stream
 from runtime.errors import EngineBug, ExchangeStalled
-from runtime.experts.serve_program import ServeProgram, record_bytes
+from runtime.experts.serve_program import ServeMemory, ServeProgram, record_bytes
 from runtime.models.spec import MoeSpec
 from runtime.models.weights import Weight
+
+I8 = NDArray[np.int8]
+F64 = NDArray[np.float64]
+MOST_BEGUN = 2
+"""Steps that have not ended: one is served, one waits behind it."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +72,32 @@ class Exchange:
             n_tokens=sizes.n_tokens,
             record_bytes=max(self._record_bytes),
             n_rows=max(layer.down.n_out for layer in layers),
+            forecast_bytes=forecast_bytes(layers),
         )
         with ExitStack() as resources:
             self._memory = resources.enter_context(
                 PinnedBuffer(device, self.layout.n_bytes, "exchange")
             )
             self._state = _zeroed(device, resources)
-            self._serve = ServeProgram(
-                weights, layers, self.layout, self._memory.host, done, team.n_threads
-            )
-            resources.callback(self._serve.program.close)
+            memory = ServeMemory(weights, layers, self.layout, self._memory.host, team.n_threads)
+            self.missing: I8 = memory.missing
+            """i8[n_layers, n_expert]: 0 for the experts that steps have the team compute; whoever
+            knows keeps it up to date, or leaves it."""
+            self._serves = [ServeProgram(memory, done) for _ in range(MOST_BEGUN)]
+            for serve in self._serves:
+                resources.callback(serve.program.close)
             self._resources = resources.pop_all()
         self._failed = self._memory.view[words.FAILED :][:8].view(np.uint32)
-        self._submitted = False
+        self._lost: int | None = None  # a step that failed, and the layer, of which was told
+        self._lost_layer = 0
+        self._begun: list[int | None] = [None] * MOST_BEGUN  # the last step of each program
+        self._next = 0
+        self._clock = CycleClock()
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """What the GPUs and the team share, as in `ops.exchange`."""
+        return self._memory.view
 
     def on(self, device: Device, first_layer: int) -> Mailboxes:
         """The mailboxes of a GPU whose first MoE layer has this number.
@@ -86,11 +107,16 @@ class Exchange:
         state = _zeroed(device, self._resources)
         return Mailboxes(self, first_layer, self._memory.address_on(device), state.address)
 
-    def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]:
+    def mailbox(
+        self, layer: int, n_tokens: int, forecast: Forecast = NO_FORECAST
+    ) -> tuple[MailboxLaunch, dict[str, int]]:
         """The launch of MoE layer `layer` in steps of up to n_tokens, and its own arguments.
 
-        The step's are missing: epoch, counts, experts, choices, records, y and slots.
+        The step's are missing: epoch, counts, experts, choices, records, y and slots. A forecast
+        goes to the team if there is room for it.
         """
+        if forecast.n_bytes > self.layout.forecast_bytes:
+            forecast = NO_FORECAST
         spec = self._layers[layer]
         launch = MailboxLaunch(
             n_slots=n_tokens * spec.n_used,
@@ -104,55 +130,80 @@ class Exchange:
             "patience": self._patience_ns,
             "layer": layer,
             "n_layers": len(self._layers),
-            **launch.sizes(self.layout),
+            **launch.sizes(self.layout, forecast),
         }
 
     @property
     def idle(self) -> bool:
-        """Whether the team has finished the last step."""
-        return not self._serve.program.running
+        """Whether the team has finished all steps."""
+        return not any(serve.program.running for serve in self._serves)
 
-    def begin(self, epoch: int) -> None:
-        """Have the team serve step `epoch`, from now until its end.
+    def ended(self, epoch: int) -> bool:
+        """Whether the team has finished step `epoch`, or never had anything to do for it."""
+        if epoch not in self._begun:
+            return True
+        return not self._serves[self._begun.index(epoch)].program.running
+
+    def begin(self, epoch: int, *, behind: bool = False) -> None:
+        """Have the team serve step `epoch`, from now, or the end of the step before, until its end.
+
+        behind: the step before may not have ended
 
         Raises: ExchangeStalled while a worker is still at an earlier step.
         """
-        program = self._serve.program
-        if program.running:
+        serve = self._serves[self._next]
+        if serve.program.running or not (behind or self.idle):
             raise ExchangeStalled("the CPU workers have not finished an earlier step")
-        self._take_event()
-        self._serve.begin(epoch)
+        self._take_event(self._next)
+        serve.begin(epoch)
         try:
-            self.team.submit(program)
+            self.team.submit(serve.program)
         except TeamError as error:
             raise EngineBug(f"the CPU workers cannot serve a step: {error}") from error
-        self._submitted = True
+        self._begun[self._next] = epoch
+        self._next = (self._next + 1) % MOST_BEGUN
 
-    def check(self, epoch: int) -> None:
-        """Raises: ExchangeStalled if the GPU waited in vain in that step."""
+    def check(self, epoch: int, *, behind: bool = False) -> None:
+        """Raises: ExchangeStalled if the GPU waited in vain in that step, or in the one before it
+        and this one was launched `behind` it."""
         if int(self._failed[0]) == epoch:
-            layer = int(self._failed[1])
+            self._lost, self._lost_layer = epoch, int(self._failed[1])
             self._failed[0] = 0
-            raise ExchangeStalled(
-                f"the CPU workers showed no progress for {self._patience_ns / 1e9:g} s in MoE "
-                f"layer {layer}"
-            )
+        elif not (behind and self._lost == (epoch - 1) & 0xFFFFFFFF):
+            return
+        raise ExchangeStalled(
+            f"the CPU workers showed no progress for {self._patience_ns / 1e9:g} s in MoE "
+            f"layer {self._lost_layer}"
+        )
+
+    def layer_times(self, epoch: int) -> F64:
+        """f64[n_layers, 2] of step `epoch`, which has ended: see `ServeTimes.layers`."""
+        if epoch not in self._begun:
+            return np.zeros((len(self._layers), 2))
+        return self._serves[self._begun.index(epoch)].times.layers(self._clock)
+
+    def team_seconds(self) -> tuple[float, float]:
+        """How long the team has computed missed experts so far, and waited for the GPU."""
+        totals = [serve.times.totals(self._clock) for serve in self._serves]
+        return sum(serving for _, serving in totals), sum(waiting for waiting, _ in totals)
 
     def abort(self) -> None:
-        """Let the team's current run end although the GPU's step will not."""
-        self._serve.abort()
+        """Let the team's runs end although the GPU's steps will not."""
+        for serve in self._serves:
+            serve.abort()
 
     def close(self) -> None:
         """Wait for the workers, which are let go, then give the memory back."""
         self.abort()
-        self._take_event()
+        for index in range(MOST_BEGUN):
+            self._take_event(index)
         self._resources.close()
 
-    def _take_event(self) -> None:
+    def _take_event(self, index: int) -> None:
         """An event may be given back, or waited for anew, once the last one was taken."""
-        if self._submitted:
-            self._serve.program.wait()
-            self._submitted = False
+        if self._begun[index] is not None:
+            self._serves[index].program.wait()
+            self._begun[index] = None
 
 
 class Mailboxes:
@@ -164,9 +215,18 @@ class Mailboxes:
         self._exchange, self._first_layer = exchange, first_layer
         self._own = {"exchange": memory, "state": state}
 
-    def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]:
-        launch, arguments = self._exchange.mailbox(self._first_layer + layer, n_tokens)
+    def mailbox(
+        self, layer: int, n_tokens: int, forecast: Forecast = NO_FORECAST
+    ) -> tuple[MailboxLaunch, dict[str, int]]:
+        launch, arguments = self._exchange.mailbox(self._first_layer + layer, n_tokens, forecast)
         return launch, {**arguments, **self._own}
+
+
+def forecast_bytes(layers: Sequence[MoeSpec]) -> int:
+    """Room for forecasts whose rows may lie between other values: as far apart as two rows and a
+    few values more."""
+    widest = max(layer.n_expert for layer in layers)
+    return FORECAST_TOKENS * 4 * (2 * -(-widest // 4) * 4 + 8)
 
 
 def _zeroed(device: Device, resources: ExitStack) -> DeviceBuffer:

@@ -30,7 +30,7 @@ def fetch_bytes(layers: Sequence[LayerExperts]) -> int:
 
 
 class FetchedExperts:
-    """layers: the MoE layers' experts, pinned, which outlive this."""
+    """layers: the MoE layers' experts, which outlive this; all are pinned when a step fetches."""
 
     def __init__(self, device: Device, layers: Sequence[LayerExperts]) -> None:
         """Raises: OutOfDeviceMemory, CudaError."""
@@ -62,7 +62,7 @@ class FetchedExperts:
         }
         for i, matrix in enumerate(experts.matrices):
             arguments |= {
-                f"host_{i}": matrix.address,
+                f"host_{i}": matrix.host,
                 f"stride_{i}": matrix.stride,
                 f"bytes_{i}": matrix.n_bytes,
             }

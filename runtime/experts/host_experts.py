@@ -1,38 +1,43 @@
 """HostExperts: the routed experts where they lie in host memory, pinned if that is possible.
 
 Pinned experts can be copied to the GPU beside its work, and read by kernels in place. The pages are
-those of the model's file: whole tensors are registered, neighbours in one piece, since no page may
-be in two.
+those of the model's file. They are registered in the background: an expert counts as pinned as soon
+as all of its bytes are, and until then the CPU computes it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ops.quants import BlockFormat
 from runtime.cuda.device import Device
-from runtime.cuda.memory import RegisteredMemory, slot_bytes
-from runtime.errors import DeviceLost, PinningFailed
+from runtime.cuda.memory import slot_bytes
+from runtime.experts.host_memory import HostMemory
+from runtime.experts.pinned_pages import I64, Bools, PinnedPages, Span
+from runtime.experts.pinning import Pinning, pieces, pinnable
 from runtime.models.linear import Linear
 from runtime.models.spec import MoeSpec
 from runtime.models.weights import Weight
 
 logger = logging.getLogger(__name__)
 
+NOT_ASKED_FOR = "not asked for"
+Part = tuple[int, int, int]
+"""(offset in an expert's slot, host address, bytes)"""
+
 
 @dataclass(frozen=True)
 class Matrix:
     """The matrix of every expert in one stack: the first one's address, and bytes to the next.
 
+    host      for kernels too, where it is pinned
     n_bytes   of one matrix
-    address   the first one's address for kernels; 0: they cannot read it
     offset    where it lies in an expert's slot
     """
 
@@ -40,7 +45,6 @@ class Matrix:
     stride: int
     n_bytes: int
     offset: int
-    address: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class LayerExperts:
 
 
 def layer_experts(weights: Mapping[str, Weight], layer: MoeSpec) -> LayerExperts:
-    """Where the experts of a layer lie; kernels cannot read them yet."""
+    """Where the experts of a layer lie."""
 
     def part(linear: Linear, first_row: int, n_rows: int, offset: int) -> Matrix:
         weight = weights[linear.weight]
@@ -80,87 +84,145 @@ class HostExperts:
     """The experts of `layers`, pinned by `pin`.  The weights outlive it."""
 
     def __init__(self, weights: Mapping[str, Weight], layers: Sequence[MoeSpec]) -> None:
-        self._weights, self._specs = weights, tuple(layers)
         self.layers = tuple(layer_experts(weights, layer) for layer in layers)
-        self._pieces: list[RegisteredMemory] = []
-        self.why_not_pinned: str | None = "not asked for"
-        """None: pinned."""
+        self._starts, self._ends = _edges(self.layers)
+        self._pages = PinnedPages()
+        self._pinning: Pinning | None = None
+        self._refused: str | None = NOT_ASKED_FOR
+        self.pinned_experts: Bools = np.zeros(self._starts.shape[:2], np.bool_)
+        """bool[n_layers, n_expert]: a new array whenever more are; no array ever changes."""
+        self._wants_all = False
 
     @property
     def n_bytes(self) -> int:
         """Of all experts."""
-        return sum(end - start for start, end in self._ranges())
+        return int((self._ends - self._starts).sum())
+
+    @property
+    def n_pinned_bytes(self) -> int:
+        """Of whole pages."""
+        return self._pages.n_bytes
+
+    @property
+    def pins_all(self) -> bool:
+        """Whether every expert is pinned or, as far as is known now, will be."""
+        return self._wants_all and self._pinning is not None and self._pinning.why is None
 
     @property
     def pinned(self) -> bool:
-        return self.why_not_pinned is None
+        """Whether every expert is pinned now."""
+        return self._pinning is not None and self._pinning.ended and self.pins_all
 
-    def pin(self, device: Device, pinned: Callable[[int], object] = int) -> None:
-        """Register all experts' pages; `pinned` gets the bytes of each piece.  Blocks for long.
+    @property
+    def is_pinning(self) -> bool:
+        """Whether more may become pinned by itself."""
+        return self._pinning is not None and not self._pinning.ended
 
-        Where that is impossible nothing is registered and `why_not_pinned` says why.
-        Raises: DeviceLost; whatever `pinned` raises.
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of pinning, at most so long."""
+        if self._pinning is not None:
+            self._pinning.wait(seconds)
+
+    @property
+    def why_not_pinned(self) -> str | None:
+        """None: every expert is pinned, or it is under way."""
+        if self._pinning is None or self._refused is not None:
+            return self._refused
+        return self._pinning.why
+
+    def is_pinned(self, layer: int, expert: int) -> bool:
+        return bool(self.pinned_experts[layer, expert])
+
+    def parts(self, layer: int, expert: int) -> list[Part]:
+        """What the expert's slot consists of: its matrices, wherever they are."""
+        return [
+            (matrix.offset, matrix.host + expert * matrix.stride, matrix.n_bytes)
+            for matrix in self.layers[layer].matrices
+        ]
+
+    def copies(self, layer: int, expert: int) -> list[Part]:
+        """What the slot consists of, in copies that the driver takes.
+
+        Raises: EngineBug for an expert that is not pinned.
+        """
+        return [
+            (offset + start - first, start, n_bytes)
+            for offset, first, size in self.parts(layer, expert)
+            for start, n_bytes in self._pages.cut(first, size)
+        ]
+
+    def pin(
+        self,
+        device: Device,
+        uses: NDArray[np.integer[Any]] | None = None,
+        *,
+        memory: HostMemory | None = None,
+        wait: float | None = None,
+        tell: Callable[[str], object] = logger.warning,
+    ) -> None:
+        """Begin to register the experts' pages, on a thread, as far as the machine's memory allows.
+
+        uses   [n_layers, n_expert or more], earlier ones: the most used experts come first; of
+               those used equally, the first of every layer, as caches begin with them
+        wait   seconds to wait for the end at most; None: for the end
+        tell   gets the reason where not all are pinned, from any thread
+        Where it is impossible nothing is registered and `why_not_pinned` says why.
+        Raises: DeviceLost.
         """
         info = device.info
         if not (info.registers_host and info.registers_read_only):
-            self.why_not_pinned = f"{info.name} cannot read a file's pages in place"
+            self._refuse(f"{info.name} cannot read a file's pages in place", tell)
             return
-        try:
-            for start, end in self._ranges():
-                pages = bytes_at(start, end - start)
-                self._pieces.append(RegisteredMemory(device, pages, "experts", read_only=True))
-                pinned(end - start)
-        except DeviceLost:
-            raise
-        except PinningFailed as error:
-            self.why_not_pinned = str(error)
-            self._release()
-            return
-        except BaseException:
-            self._release()
-            raise
-        self.why_not_pinned = None
-        self.layers = tuple(self._addressed(layer) for layer in self.layers)
+        memory = HostMemory() if memory is None else memory
+        most = pinnable(memory.read(), self.n_bytes)
+        self._refused = None
+        if most < self.n_bytes:
+            whole, part = self.n_bytes / 2**30, most / 2**30
+            self._refuse(f"of {whole:.1f} GiB of experts {part:.1f} fit the free memory", tell)
+        n_layers, n_expert, _ = self._starts.shape
+        heat = np.tile(np.linspace(0.5, 0.0, n_expert), (n_layers, 1))
+        if uses is not None:
+            heat += np.asarray(uses, np.float64)[:, :n_expert]
+        starts, ends = self._starts.reshape(-1, 3), self._ends.reshape(-1, 3)
+        spans = pieces(starts, ends, heat.reshape(-1), most)
+        self._pinning = Pinning(device, spans, self._publish, memory, tell)
+        self._wants_all = most == self.n_bytes
+        if self._pinning.start():
+            self._pinning.wait(wait)
 
     def part(self, layers: slice) -> HostPart:
         """Those of some of the layers."""
         return HostPart(self, layers)
 
+    def describe(self) -> dict[str, object]:
+        """How far pinning has come, for people."""
+        done, pinning = self.n_pinned_bytes / 2**30, self._pinning
+        text = f"{done:.1f} of {self.n_bytes / 2**30:.1f} GiB"
+        if pinning is None or not pinning.n_bytes:
+            text = "none"
+        elif not pinning.ended:
+            text += " so far"
+        if pinning is not None and pinning.n_bytes:
+            text += f", {pinning.bytes_per_second / 1e9:.1f} GB/s"
+        reason = self.why_not_pinned
+        return {"expert_pinned": text if reason is None else f"{text}: {reason}"}
+
     def close(self) -> None:
         """Unpin; no copy from the pages and no step that reads them may be in flight."""
-        self._release()
-        self.why_not_pinned = "closed"
+        if self._pinning is not None:
+            self._pinning.close()
+        self._pages.clear()
+        self.pinned_experts = np.zeros_like(self.pinned_experts)
+        self._wants_all, self._refused = False, "closed"
 
-    def _release(self) -> None:
-        while self._pieces:
-            self._pieces.pop().close()
+    def _refuse(self, why: str, tell: Callable[[str], object]) -> None:
+        self._refused = why
+        tell(why)
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        """[start, end) of whole pages with experts, joined where they touch, in order."""
-        page = mmap.PAGESIZE
-        names = {linear.weight for layer in self._specs for linear in layer.expert_linears}
-        spans = []
-        for name in names:
-            weight = self._weights[name]
-            end = weight.address + weight.n_bytes
-            spans.append((weight.address // page * page, -(-end // page) * page))
-        joined: list[tuple[int, int]] = []
-        for start, end in sorted(spans):
-            if joined and start <= joined[-1][1]:
-                joined[-1] = joined[-1][0], max(end, joined[-1][1])
-            else:
-                joined.append((start, end))
-        return joined
-
-    def _addressed(self, layer: LayerExperts) -> LayerExperts:
-        first, second, third = (self._mapped(matrix) for matrix in layer.matrices)
-        return replace(layer, matrices=(first, second, third))
-
-    def _mapped(self, matrix: Matrix) -> Matrix:
-        starts = [piece.host for piece in self._pieces]
-        piece = self._pieces[bisect_right(starts, matrix.host) - 1]
-        address = piece.address + matrix.host - piece.host
-        return Matrix(matrix.host, matrix.stride, matrix.n_bytes, matrix.offset, address)
+    def _publish(self, spans: list[Span]) -> None:
+        self._pages.add(spans)
+        covered: Bools = np.all(self._pages.cover(self._starts, self._ends), axis=2)
+        self.pinned_experts = covered
 
 
 class HostPart:
@@ -168,6 +230,9 @@ class HostPart:
 
     def __init__(self, host: HostExperts, layers: slice) -> None:
         self._host, self._slice = host, layers
+        self._first = layers.indices(len(host.layers))[0]
+        self._whole = host.pinned_experts
+        self._part = self._whole[layers]
 
     @property
     def layers(self) -> tuple[LayerExperts, ...]:
@@ -178,13 +243,52 @@ class HostPart:
         return self._host.pinned
 
     @property
+    def pins_all(self) -> bool:
+        return self._host.pins_all
+
+    @property
+    def is_pinning(self) -> bool:
+        return self._host.is_pinning
+
+    def wait(self, seconds: float) -> None:
+        self._host.wait(seconds)
+
+    @property
+    def pinned_experts(self) -> Bools:
+        whole = self._host.pinned_experts
+        if whole is not self._whole:  # the same array as long as nothing changes
+            self._whole, self._part = whole, whole[self._slice]
+        return self._part
+
+    @property
     def why_not_pinned(self) -> str | None:
         return self._host.why_not_pinned
+
+    def is_pinned(self, layer: int, expert: int) -> bool:
+        return self._host.is_pinned(self._first + layer, expert)
+
+    def parts(self, layer: int, expert: int) -> list[Part]:
+        return self._host.parts(self._first + layer, expert)
+
+    def copies(self, layer: int, expert: int) -> list[Part]:
+        return self._host.copies(self._first + layer, expert)
+
+    def describe(self) -> dict[str, object]:
+        return self._host.describe()
 
     def close(self) -> None:
         """Nothing: the whole is closed by whoever opened it."""
 
 
-def bytes_at(address: int, n_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Memory that belongs to someone else, as an array."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
+def _edges(layers: Sequence[LayerExperts]) -> tuple[I64, I64]:
+    """Where every matrix begins and ends, i64[n_layers, n_expert, 3]; equal where there is none."""
+    n_expert = max((layer.n_expert for layer in layers), default=0)
+    starts = np.zeros((len(layers), n_expert, 3), np.int64)
+    ends = starts.copy()
+    for index, layer in enumerate(layers):
+        experts = np.arange(layer.n_expert)
+        for column, matrix in enumerate(layer.matrices):
+            first = matrix.host + experts * matrix.stride
+            starts[index, : layer.n_expert, column] = first
+            ends[index, : layer.n_expert, column] = first + matrix.n_bytes
+    return starts, ends

@@ -227,24 +227,30 @@ def default_policy(cache: ExpertCache) -> ScoredPolicy:
 
 
 def policy_from_environment(
-    known: U64 | None = None, n_tokens: int = 0
+    known: U64 | None = None, n_tokens: int = 0, given: Mapping[str, str] | None = None
 ) -> Callable[[ExpertCache], ScoredPolicy]:
     """What makes the policy that LLAMA_MOE_CACHE_POLICY names, else the default, for a cache.
 
+    given  values that count before those of LLAMA_MOE_CACHE_..., by the names' ends
     known  uses by n_tokens earlier tokens, u64[n_layers, n_expert]
     Raises: ConfigError for an unknown name or a value that cannot be.
     """
-    name = environment("LLAMA_MOE_CACHE_POLICY") or DEFAULT_POLICY
+
+    def setting(variable: str) -> str | None:
+        ending = variable.removeprefix("LLAMA_MOE_CACHE_").lower()
+        return (given or {}).get(ending) or environment(variable)
+
+    name = setting("LLAMA_MOE_CACHE_POLICY") or DEFAULT_POLICY
     if name not in POLICIES:
         raise ConfigError(
             f"LLAMA_MOE_CACHE_POLICY = {name[:40]!r}: use one of {', '.join(POLICIES)}"
         )
-    given: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for variable, field, kind in VARIABLES:
-        text = environment(variable)
+        text = setting(variable)
         if text is not None:
-            given[field] = _number(variable, text, kind)
-    settings = replace(PolicySettings(), **given)  # type: ignore[arg-type]
+            numbers[field] = _number(variable, text, kind)
+    settings = replace(PolicySettings(), **numbers)  # type: ignore[arg-type]
 
     def make(cache: ExpertCache) -> ScoredPolicy:
         policy = POLICIES[name](cache, settings)

@@ -7,7 +7,7 @@ Several engines may share a profile: saving adds what is new to what the file ho
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,14 +114,24 @@ class LifetimeUsage:
             logger.warning("%s: expert usage was not saved: %s", self.path, error.strerror)
 
 
-def lifetime_usage(model: Model, path: Path | None = None) -> LifetimeUsage:
-    """What is known of a model with routed experts.  path: the profile, if not the usual one."""
+def refused(why: str) -> None:
+    """Tell that a profile is not used."""
+    logger.warning("expert usage is not used: %s", why)
+
+
+def lifetime_usage(
+    model: Model, path: Path | None = None, tell: Callable[[str], object] = refused
+) -> LifetimeUsage:
+    """What is known of a model with routed experts.
+
+    path: the profile, if not the usual one;  tell: gets the reason where it is not used
+    """
     identity = model_identity(model.file)
     path = profile_path(identity) if path is None else path
     blocks = [layer.feed_forward for layer in model.spec.layers]
     n_layers = sum(isinstance(block, MoeSpec) for block in blocks)
     shape = n_layers, model.spec.n_expert_max
-    profile = None if path is None else _loaded(path, identity, shape)
+    profile = None if path is None else _loaded(path, identity, shape, tell)
     if profile is not None:
         return LifetimeUsage(identity, profile.counts, profile.n_tokens, str(path), path)
     table = file_usage(model.metadata, model.spec)
@@ -132,16 +142,21 @@ def lifetime_usage(model: Model, path: Path | None = None) -> LifetimeUsage:
     return LifetimeUsage(identity, np.zeros(shape, np.uint64), 0, "nothing", path)
 
 
-def _loaded(path: Path, identity: ModelIdentity, shape: tuple[int, int]) -> UsageProfile | None:
-    """The profile, if there is one and it is this model's; else the reason is a warning."""
+def _loaded(
+    path: Path,
+    identity: ModelIdentity,
+    shape: tuple[int, int],
+    tell: Callable[[str], object] = refused,
+) -> UsageProfile | None:
+    """The profile, if there is one and it is this model's; else the reason is told."""
     try:
         profile = load_profile(path)
     except FileNotFoundError:
         return None
     except (ProfileError, OSError) as error:
-        logger.warning("expert usage is not used: %s", error)
+        tell(str(error))
         return None
     if profile.model != identity or profile.counts.shape != shape:
-        logger.warning("expert usage is not used: %s is another model's", path)
+        tell(f"{path} is another model's")
         return None
     return profile

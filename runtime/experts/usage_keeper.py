@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,20 @@ from runtime.experts.usage import LifetimeUsage
 class UsageKeeper:
     """Counts what its policies see; saves every few minutes from a thread, and when closed."""
 
-    def __init__(self, usage: LifetimeUsage, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises: ConfigError for variables that name no policy; see `policy_from_environment`."""
+    def __init__(
+        self,
+        usage: LifetimeUsage,
+        clock: Callable[[], float] = time.monotonic,
+        given: Mapping[str, str] | None = None,
+    ) -> None:
+        """given: settings of the policies before those of the environment.
+
+        Raises: ConfigError for settings that name no policy; see `policy_from_environment`.
+        """
         self._usage, self._clock = usage, clock
         usage.saved_at = clock()
-        policy_from_environment()
+        self._given = dict(given or {})
+        policy_from_environment(given=self._given)
         self._policies: list[tuple[slice, ScoredPolicy]] = []
         self._saved: I64 = usage.known.astype(np.int64)
         self._saved_tokens = 0
@@ -36,7 +45,8 @@ class UsageKeeper:
 
     def policy(self, layers: slice = slice(None)) -> Callable[[ExpertCache], Policy]:
         """What makes the policy for a cache of these MoE layers of the model."""
-        make = policy_from_environment(self._usage.known[layers], self._usage.known_tokens)
+        usage = self._usage
+        make = policy_from_environment(usage.known[layers], usage.known_tokens, self._given)
 
         def kept(cache: ExpertCache) -> Policy:
             policy = make(cache)

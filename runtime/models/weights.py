@@ -19,6 +19,7 @@ class Weight:
     """A tensor's bytes.
 
     shape  GGUF order: shape[0] values are contiguous (a row), shape[1] rows a matrix, ...
+    mapped the bytes are the file's own pages
     data   u8[..., shape[1], row_bytes], a read-only view of the file's map (F64 alone is converted
            to F32 and owned); slow dimensions first, so data[e] is the matrix of expert e
     """
@@ -27,6 +28,7 @@ class Weight:
     format: BlockFormat
     shape: tuple[int, ...]
     data: U8
+    mapped: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -53,6 +55,6 @@ def weight_of(file: GGUFFile, name: str) -> Weight:
     tensor = file.tensors[name]
     data = file.data(name).reshape(*reversed(tensor.shape[1:]), tensor.row_bytes)
     if tensor.format.name != "F64":
-        return Weight(name, tensor.format, tensor.shape, data)
+        return Weight(name, tensor.format, tensor.shape, data, mapped=True)
     values = np.ascontiguousarray(tensor.format.dequantize_rows(data))
     return Weight(name, FORMATS["F32"], tensor.shape, values.view(np.uint8))

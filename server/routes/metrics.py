@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from runtime.engine.statistics import Counters, Statistics
 from server.errors import NotSupported
+from server.routes.expert_metrics import expert_metrics, fallback_metrics
 from server.service import SERVICE, Service
 
 REGISTRY: web.AppKey[CollectorRegistry] = web.AppKey("registry", CollectorRegistry)
@@ -57,6 +58,9 @@ class EngineCollector(Collector):
         yield from _totals(statistics.counters)
         yield from _rates(statistics.counters, earlier)
         yield from _states(statistics)
+        yield from fallback_metrics(statistics.notices)
+        if statistics.experts is not None:
+            yield from expert_metrics(statistics.experts)
 
 
 def registry(service: Service) -> CollectorRegistry:
@@ -79,6 +83,14 @@ def _totals(now: Counters) -> Iterator[Metric]:
         ("spec_decode_num_drafts_total", "Drafts", 0),
     ):
         yield CounterMetricFamily(f"llamacpp:{name}", text, value=value)
+    tokens = CounterMetricFamily("hotexpert_tokens_total", "Tokens", labels=["phase"])
+    for phase, n in (
+        ("prompt", now.prompt_tokens),
+        ("cached", now.prompt_tokens_cached),
+        ("decode", now.predicted_tokens),
+    ):
+        tokens.add_metric([phase], n)
+    yield tokens
     yield _gauge("llamacpp:n_tokens_max", "Most tokens any sequence has had", now.max_tokens)
     yield CounterMetricFamily(
         "hotexpert_preemptions_total", "Sequences that gave their pages back", value=now.preemptions
@@ -112,6 +124,7 @@ def _rates(now: Counters, earlier: Counters) -> Iterator[Metric]:
 def _states(now: Statistics) -> Iterator[Metric]:
     yield _gauge("llamacpp:requests_processing", "Sequences running", now.n_running)
     yield _gauge("llamacpp:requests_deferred", "Sequences waiting", now.n_waiting)
+    yield _gauge("hotexpert_queue", "Requests that wait for a place", now.n_waiting)
     yield _gauge("hotexpert_kv_pages", "KV pages", now.n_pages)
     yield _gauge("hotexpert_kv_pages_free", "KV pages nobody uses", now.n_pages_free)
     yield _gauge("hotexpert_kv_pages_cached", "KV pages kept for reuse", now.n_pages_cached)

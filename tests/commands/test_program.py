@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.commands import COMMANDS, main
+from runtime.commands.options import CommandParser, add_model_options, engine_config
 
 
 def run_program(*words: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,11 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+OTHER_WORDS = {"serve", "profile", "trace"}
+"""Commands that have a parser of their own, actions, or no model."""
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OTHER_WORDS])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert f"hotexpert {name}" in capsys.readouterr().out
@@ -78,7 +83,11 @@ NEEDED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+OTHER_WORDS = {"serve", "profile", "trace"}
+"""Commands that have a parser of their own, actions, or no model."""
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OTHER_WORDS])
 @pytest.mark.parametrize(
     ("model", "code", "said"),
     [
@@ -166,3 +175,14 @@ def test_serve_hands_its_words_to_the_server(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("runtime.server.main", serve)
     assert main(["serve", "--port", "1", "--whatever"]) == 0
     assert seen == [["--port", "1", "--whatever"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [([], "mmap"), (["-lm", "pin"], "pin"), (["--mlock"], "pin"), (["--no-mmap"], "pin"),
+     (["-lm", "pin", "--mmap"], "mmap")],
+)  # fmt: skip
+def test_commands_map_unless_they_are_asked_to_pin(words: list[str], mode: str) -> None:
+    parser = CommandParser()
+    add_model_options(parser)
+    assert engine_config(parser.parse_args(["a.gguf", *words])).load_mode == mode

@@ -19,7 +19,8 @@ from ops.cpu.team import acquire_team
 from runtime.config import BUNDLED_MODEL, EngineConfig
 from runtime.engine import embedding
 from runtime.engine.cpu_executor import open_cpu_executor
-from runtime.engine.engine import Engine, open_engine
+from runtime.engine.engine import Engine
+from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
 from runtime.engine.step import StepKind
 from runtime.errors import (

@@ -19,10 +19,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from runtime.engine.engine import Engine, open_engine
+from runtime.engine.engine import Engine
 from runtime.engine.gpu import executor as executor_file
 from runtime.engine.gpu.executor import GPUExecutor
+from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
+from runtime.engine.step import StepKind
 from runtime.errors import (
     CorruptModel,
     CudaError,
@@ -31,7 +33,9 @@ from runtime.errors import (
     EngineClosed,
     ExchangeStalled,
     OutOfDeviceMemory,
+    OutOfGraphMemory,
 )
+from runtime.notices import Reason
 from server.app import create_app
 from server.listen import listening
 from server.service import SERVICE
@@ -120,18 +124,80 @@ async def test_a_lost_gpu_ends_the_engine_and_its_requests(
     assert "context" not in gpu.live
 
 
-@pytest.mark.parametrize("call", ["cuMemAlloc", "cuGraphLaunch"])
-async def test_a_graph_that_finds_no_memory_ends_the_engine(
-    call: str, path: Path, gpu: BadDriver
-) -> None:
-    """That of a prompt is captured when it is first needed."""
+async def test_a_launch_that_finds_no_memory_ends_the_engine(path: Path, gpu: BadDriver) -> None:
     with pytest.raises(OutOfDeviceMemory, match="bytes free"):
         async with asyncio.timeout(LIMIT), open_engine(config_of(path, **HYBRID)) as engine:
-            gpu.fail[call] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
+            gpu.fail["cuGraphLaunch"] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
             reading = asyncio.create_task(read(engine))
             await asyncio.Event().wait()
     with pytest.raises(EngineClosed, match="n_ctx"):
         await reading
+    assert gpu.live == {}
+
+
+def fill(gpu: BadDriver, left: int) -> None:
+    """Let another process take the memory but for so many bytes; all that is free to use comes
+    back with `gpu.memory_bytes = 1 << 30`."""
+    held = sum(gpu._get("memory", handle).nbytes for handle in gpu._owners)
+    gpu.memory_bytes = held + left
+
+
+async def test_a_graph_without_memory_gets_that_of_experts(path: Path, gpu: BadDriver) -> None:
+    """That of a prompt is captured when it is first needed."""
+    async with asyncio.timeout(LIMIT), open_engine(config_of(path, **HYBRID)) as engine:
+        experts = engine.describe()["expert_bytes"]
+        assert experts
+        for step in executor_of(engine)._parts.steps.all():
+            step.seconds = 1e-3  # unused graphs would be the first to go
+        fill(gpu, 100)
+        assert await read(engine) == [0, 0, 0]
+        assert engine.describe()["expert_bytes"] == 0
+        [notice] = [n for n in engine.notices.all if n.reason is Reason.SHRUNK]
+        assert "the experts' cache gives" in notice.text
+        gpu.memory_bytes = 1 << 30
+        assert await engine.resize(None) > experts  # as many as fit now
+        assert await read(engine) == [0, 0, 0]
+    assert gpu.live == {}
+
+
+async def test_a_graph_that_finds_no_memory_fails_its_request(path: Path, gpu: BadDriver) -> None:
+    async with asyncio.timeout(LIMIT), open_engine(config_of(path, **HYBRID)) as engine:
+        gpu.fail["cuMemAlloc"] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
+        with pytest.raises(OutOfGraphMemory, match=r"a step of 2 tokens.*n_ctx"):
+            await read(engine)
+        del gpu.fail["cuMemAlloc"]
+        assert await read(engine) == [0, 0, 0]
+        assert engine.statistics().counters.requests_failed == 1
+    assert gpu.live == {}
+
+
+async def test_the_graph_of_larger_steps_serves_where_memory_is_short(
+    path: Path, gpu: BadDriver
+) -> None:
+    async with asyncio.timeout(LIMIT), open_engine(config_of(path, n_batch=4)) as engine:
+        four = [token.id async for token in engine.generate([5, 70, 71, 72], GREEDY)]
+        n_graphs = engine.describe()["captured_graphs"]
+        gpu.fail["cuMemAlloc"] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
+        assert await read(engine) == four == [0, 0, 0]
+        assert engine.describe()["captured_graphs"] == n_graphs
+        assert "larger steps" in engine.notices.all[-1].text
+    assert gpu.live == {}
+
+
+async def test_a_graph_for_one_generated_token_that_finds_no_memory_fails_it(
+    path: Path, gpu: BadDriver
+) -> None:
+    """Where the GPU chooses tokens, and steps run ahead."""
+    async with asyncio.timeout(LIMIT), open_engine(config_of(path)) as engine:
+        assert await read(engine) == [0, 0, 0]
+        steps = executor_of(engine)._parts.steps
+        steps.drop([step.shape for step in steps.all() if step.shape.kind is StepKind.DECODE])
+        executor_of(engine)._last = None
+        gpu.fail["cuMemAlloc"] = CUresult["CUDA_ERROR_OUT_OF_MEMORY"]
+        with pytest.raises(OutOfGraphMemory, match="a step of 1 tokens"):
+            await read(engine)
+        del gpu.fail["cuMemAlloc"]
+        assert await read(engine) == [0, 0, 0]
     assert gpu.live == {}
 
 
@@ -177,16 +243,18 @@ async def test_a_stuck_worker_is_waited_for(path: Path, gpu: BadDriver) -> None:
     )
     async with open_engine(config_of(path, **HYBRID)) as engine:
         exchange: Any = executor_of(engine)._parts.exchange
-        jobs = exchange._serve.program._jobs
-        function = int(jobs[0]["function"])
-        jobs["function"][0] = ctypes.cast(waits, ctypes.c_void_p).value
+        programs = [serve.program for serve in exchange._serves]
+        function = int(programs[0]._jobs[0]["function"])
+        for program in programs:
+            program._jobs["function"][0] = ctypes.cast(waits, ctypes.c_void_p).value
         impatient_after(gpu, 0)
         reading = asyncio.create_task(read(engine))
         await launched(gpu)
         assert not exchange.idle
         await asyncio.wait([reading], timeout=0.05)
         assert not reading.done()
-        jobs["function"][0] = function
+        for program in programs:
+            program._jobs["function"][0] = function
         go_on.set()
         with pytest.raises(ExchangeStalled):
             await asyncio.wait_for(reading, LIMIT)

@@ -170,5 +170,5 @@ def no_team(executor: GPUExecutor) -> Iterator[None]:
     made = executor._parts.exchange
     assert made is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made, "begin", lambda epoch: None)
+        patch.setattr(made, "begin", lambda epoch, *, behind: None)
         yield

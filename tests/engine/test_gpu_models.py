@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import runtime
+from runtime.cuda.driver import initialized
 from runtime.engine.step import StepKind
 from runtime.errors import DeviceUnavailable
 from runtime.models import open_model
@@ -21,6 +24,7 @@ from tests.engine.test_gpu_executor import (
 )
 from tests.engine.test_gpu_hybrid import hybrid_driver
 from tests.support.fake_driver import FakeDriver
+from tests.support.fake_engine import GREEDY, ids, read
 from tests.support.golden import golden_case
 from tests.support.tiny_attention_models import deepseek2_lite, gpt_oss
 from tests.support.tiny_model import TinyModel
@@ -125,10 +129,9 @@ async def test_prompts_find_room_on_a_card_with_little_shared_memory(tmp_path: P
 
 
 async def test_a_card_with_little_shared_memory_says_so(tmp_path: Path) -> None:
-    """Ada has 99 KiB for a block."""
+    """Turing has 64 KiB for a block."""
     fake = FakeDriver(memory_bytes=1 << 30)
-    fake.attributes |= {"COMPUTE_CAPABILITY_MAJOR": 8, "COMPUTE_CAPABILITY_MINOR": 9}
-    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 99 << 10
+    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 64 << 10
     with open_model(wide_latents().write(tmp_path / "model.gguf")) as model:
         with pytest.raises(DeviceUnavailable, match="attention takes 119 KiB of shared memory"):
             async with executor_of(model, tmp_path, fake, **F16):
@@ -137,10 +140,10 @@ async def test_a_card_with_little_shared_memory_says_so(tmp_path: Path) -> None:
 
 
 async def test_latents_are_kept_once_as_keys_and_as_values(tmp_path: Path) -> None:
-    """With room for one unit of rows, as on an A100, and for two."""
-    rows = []
+    """Room for a unit of rows, as on Ada, for some queries too, as on an A100, and for more."""
+    rows, decoded = [], []
     with open_model(wide_latents().write(tmp_path / "model.gguf")) as model:
-        for shared_bytes, capability in ((163 << 10, 8), (227 << 10, 9)):
+        for shared_bytes, capability in ((99 << 10, 8), (163 << 10, 8), (227 << 10, 9)):
             fake = FakeDriver(memory_bytes=1 << 30)
             fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = shared_bytes
             fake.attributes["COMPUTE_CAPABILITY_MAJOR"] = capability
@@ -151,5 +154,31 @@ async def test_latents_are_kept_once_as_keys_and_as_values(tmp_path: Path) -> No
                 step = step_of(gpu, StepKind.PREFILL, [(1, TOKENS[:3], 0)])
                 rows.append(await logits_of(gpu, step))
                 assert_close(rows[-1], await logits_of(cpu, step))
+                token = step_of(gpu, StepKind.DECODE, [(1, TOKENS[3:4], 3)])
+                decoded.append(await logits_of(gpu, token))
+                assert_close(decoded[-1], await logits_of(cpu, token))
                 assert gpu.describe()["kv_page_bytes"] == 32 * 576 * 2
-    assert np.array_equal(rows[0], rows[1])
+    assert np.array_equal(rows[1], rows[2])
+    assert np.array_equal(decoded[1], decoded[2])
+
+
+@pytest.mark.parametrize("made", [wide_latents, lambda: gpt_oss(n_layers=2)])
+async def test_preempted_and_prefixed_sequences_answer_as_if_alone(
+    made: Callable[[], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences that need two pages each share three; then one begins like another."""
+    fake = initialized(FakeDriver(memory_bytes=1 << 30), "13.4.4")
+    monkeypatch.setattr("runtime.cuda.driver.open_driver", lambda: fake)
+    path = str(made().write(tmp_path / "model.gguf"))
+    prompts = [TOKENS[:31].tolist(), TOKENS[5:36].tolist()]
+    three, one = GREEDY(max_tokens=3, ignore_eos=True), GREEDY(max_tokens=1, ignore_eos=True)
+    config = runtime.EngineConfig(device="cuda", model=path, n_ctx=96, n_threads=2)
+    async with runtime.open_engine(config) as engine:
+        together = await asyncio.gather(*(read(engine, prompt, three) for prompt in prompts))
+        assert engine.statistics().counters.preemptions == 1
+        answer = ids(together[1])
+        further = await read(engine, [*prompts[1], *answer[:2]], one)
+        alone = await read(engine, prompts[1], three, reuse_prefix=False)
+    assert ids(alone) == answer != ids(together[0])
+    assert further[0].n_cached == 32
+    assert ids(further) == answer[2:]

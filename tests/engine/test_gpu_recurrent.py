@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ops.gpu.delta_net import CHUNK
 from runtime.engine.gpu.control import spans_of
 from runtime.engine.gpu.step_shape import part_of
 from runtime.engine.ngram_rows import contexts_of
@@ -19,6 +20,7 @@ from runtime.models import open_model
 from tests.engine.test_cpu_executor import executor_of as cpu_executor_of
 from tests.engine.test_gpu_executor import assert_close, executor_of, logits_of
 from tests.support.cpu_steps import step_of
+from tests.support.fake_driver import FakeDriver
 from tests.support.golden import golden_case
 from tests.support.quantized import q8_0
 from tests.support.tiny_model import TinyModel
@@ -51,30 +53,37 @@ async def test_quantized_models_have_the_cpus_logits(tmp_path: Path) -> None:
 
 
 async def test_bits_depend_on_the_text_alone_and_states_move(tmp_path: Path) -> None:
-    """Cuts, batches, sequences in any slot; copies of states, saved and loaded ones."""
+    """Cuts, batches, sequences in any slot; copies of states, saved and loaded ones.
+
+    A prompt that is cut between chunks has the bits of one that is not; else they are close.
+    """
     with open_model(q8_0(qwen35()).write(tmp_path / "model.gguf")) as model:
         async with executor_of(model, tmp_path, n_snapshots=2) as gpu:
             assert gpu.limits.n_state_slots == 6
-            whole = await logits_of(gpu, step_of(gpu, StepKind.PREFILL, [(1, TOKENS[:7], 0)]))
-            first = step_of(gpu, StepKind.PREFILL, [(2, TOKENS[:1], 0), (3, TOKENS[:2], 0)])
-            assert np.array_equal(await logits_of(gpu, first), whole[[0, 0, 1]])
-            second = step_of(gpu, StepKind.PREFILL, [(3, TOKENS[2:6], 2), (2, TOKENS[1:3], 1)])
-            assert np.array_equal(await logits_of(gpu, second), whole[[2, 3, 4, 5, 1, 2]])
+            end = CHUNK + 2
+            whole = await logits_of(gpu, step_of(gpu, StepKind.PREFILL, [(1, TOKENS[:19], 0)]))
+            first = step_of(gpu, StepKind.PREFILL, [(2, TOKENS[:1], 0), (3, TOKENS[:CHUNK], 0)])
+            assert np.array_equal(await logits_of(gpu, first), whole[[0, *range(CHUNK)]])
+            parts = [(3, TOKENS[CHUNK:end], CHUNK), (2, TOKENS[1:3], 1)]
+            second = await logits_of(gpu, step_of(gpu, StepKind.PREFILL, parts))
+            assert np.array_equal(second[:2], whole[CHUNK:end])
+            assert_close(second[2:], whole[1:3])
 
             # One token of each: sequence 2 in slot 4 with a copy of its state, 3 where it is.
-            third = step_of(gpu, StepKind.DECODE, [(3, TOKENS[6:7], 6), (2, TOKENS[3:4], 3)])
+            positions = {3: end, 2: 3}
+            parts = [(s, TOKENS[at : at + 1], at) for s, at in positions.items()]
+            third = step_of(gpu, StepKind.DECODE, parts)
             moved = replace(
                 third, state_slots=np.array([3, 4], np.int32), state_copies=((2, 5), (5, 4))
             )
             image = await asyncio.to_thread(gpu.save_state, 3)
             pair = await logits_of(gpu, moved)
-            assert_close(pair, whole[[6, 3]])
+            assert_close(pair, whole[[end, 3]])
             for sequence, row in ((3, 0), (2, 1)):
                 if sequence == 3:
                     await asyncio.to_thread(gpu.load_state, 0, image)
-                part = step_of(
-                    gpu, StepKind.DECODE, [(sequence, TOKENS[6 - 3 * row :][:1], 6 - 3 * row)]
-                )
+                at = positions[sequence]
+                part = step_of(gpu, StepKind.DECODE, [(sequence, TOKENS[at : at + 1], at)])
                 part = replace(part, state_slots=np.array([0 if sequence == 3 else 5], np.int32))
                 assert np.array_equal((await logits_of(gpu, part))[0], pair[row])
 
@@ -139,6 +148,26 @@ async def test_chosen_keys_are_the_cpus(
             # The last step made no block complete: the state is still that before it.
             moved = replace(moved, page_copies=((1, 3),), state_copies=((1, 3),))
             assert_close(await logits_of(gpu, moved), expected)
+
+
+@pytest.mark.parametrize("n_head", [4, 40])
+async def test_rows_of_latents_are_read_by_lists(n_head: int, tmp_path: Path) -> None:
+    """Prompts read masks where several tokens share a block, lists where they do not."""
+    tiny, f16 = glm5_next(latent=512, n_head=n_head), {"cache_type_k": "f16", "cache_type_v": "f16"}
+    tiny.set(expert_used_count=8, attention__indexer__top_k=4)
+    fake = FakeDriver(memory_bytes=1 << 30)
+    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 227 << 10
+    fake.attributes["COMPUTE_CAPABILITY_MAJOR"] = 9
+    with open_model(tiny.write(tmp_path / "model.gguf")) as model:
+        model.spec = replace(model.spec, layers=model.spec.layers[4:6])
+        async with (
+            executor_of(model, tmp_path, fake, **f16) as gpu,
+            cpu_executor_of(model, **f16) as cpu,
+        ):
+            for start, end in ((0, 10), (10, 11)):
+                kind = StepKind.PREFILL if start == 0 else StepKind.DECODE
+                step = step_of(gpu, kind, [(1, TOKENS[start:end], start)])
+                assert_close(await logits_of(gpu, step), await logits_of(cpu, step))
 
 
 async def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:

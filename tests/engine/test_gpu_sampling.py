@@ -16,8 +16,9 @@ from runtime.config import EngineConfig
 from runtime.cuda import module as module_file
 from runtime.cuda.driver import initialized
 from runtime.engine.candidate_sampler import CandidateSampler
-from runtime.engine.engine import Engine, open_engine
+from runtime.engine.engine import Engine
 from runtime.engine.gpu.executor import GPUExecutor
+from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
 from runtime.engine.step import F32, Step, StepKind

@@ -47,7 +47,8 @@ def gpus(n: int = 2, *, peers: bool = True) -> FakeDriver:
 async def split_over(
     model: Model, tmp_path: Path, fake: FakeDriver, **settings: Any
 ) -> AsyncIterator[GPUExecutor]:
-    chosen = {"n_threads": 2, "exchange_rounds": 0, "max_step_tokens": 40, **settings}
+    chosen = {"split": True, "n_threads": 2, "exchange_rounds": 0, "max_step_tokens": 40}
+    chosen |= settings
     async with executor_of(model, tmp_path, fake, **chosen) as executor:
         yield executor
 
@@ -225,3 +226,15 @@ def test_layers_follow_the_room(
     sizes: list[int], ends: tuple[int, int], room: list[float], counts: list[int]
 ) -> None:
     assert split_layers(sizes, ends, room) == counts
+
+
+async def test_graphs_are_given_back_on_both(path: Path, tmp_path: Path) -> None:
+    with open_model(path) as model:
+        async with split_over(model, tmp_path, gpus()) as executor:
+            steps = executor._parts.steps
+            made = [step.shape for step in steps.all()]
+            steps.drop(made[1:])
+            assert [step.shape for step in steps.all()] == made[:1]
+            split: Any = steps
+            assert [len(own) for own in split._steps] == [1, 1]
+            assert steps.of(made[-1]).shape == made[-1] and len(steps) == 2

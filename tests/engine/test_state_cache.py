@@ -128,6 +128,14 @@ def test_snapshots_stand_at_the_last_page_before_a_prompts_end_and_at_distances(
     assert states.next_point(16, 33, 0) == 32
 
 
+def test_prompts_are_cut_at_pages() -> None:
+    states = cache()
+    assert states.whole_pages(0, 11, 30) == 8
+    assert states.whole_pages(6, 3, 30) == 2
+    assert states.whole_pages(9, 2, 30) == 0, "the page does not end here"
+    assert states.whole_pages(9, 2, 11) == 2, "the prompt does"
+
+
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
     states = cache(keep=False)
     ended(states, TEXT[:8])

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from runtime.cuda.device import Device
 from runtime.cuda.driver import initialized
+from runtime.engine.gpu.expert_plan import even_slots, moe_layers_of, slots_bytes
 from runtime.errors import DeviceLost, OutOfDeviceMemory
-from runtime.experts.cached_experts import CachedExperts, CacheSettings, cache_bytes, slots_that_fit
+from runtime.experts.cached_experts import CachedExperts, CacheSettings
 from runtime.experts.host_experts import HostExperts
 from tests.support.cuda_constants import CUresult
 from tests.support.fake_driver import FakeDriver
@@ -143,23 +144,63 @@ def test_experts_are_read_in_place_as_far_as_asked(device: Device, layers: MoeLa
     half.experts.close()
 
 
-def test_without_pinned_memory_what_is_there_first_stays(
+def settle(run: Run) -> None:
+    """Let the thread read what was started."""
+    staging = run.experts._uploader._staging
+    while len(staging._read) < len(run.experts._uploader._staged) and staging.failure is None:
+        pass
+
+
+def test_experts_that_are_not_pinned_come_through_staging_buffers(
     device: Device, layers: MoeLayers, fake: FakeDriver
 ) -> None:
-    run = Run(device, layers, slots=2, zero_copy=1.0, pin=False)
-    assert run.n_addresses == 6
+    run = Run(device, layers, slots=2, zero_copy=1.0, uploads_a_step=2, pin=False)
+    assert run.n_addresses == 6 and "registered" not in fake.live
+    for _ in range(30):
+        run.step(2)
+        settle(run)
+    usage, resident = run.experts.usage, run.experts.cache.resident
+    assert resident[:, 1:3].all() and usage.uploads >= 3 and usage.in_place == 0
+    assert fake.live["registered"] <= 2, "as many buffers as uploads a step"
+    facts = run.experts.describe()
+    assert facts["expert_swaps"] == "on" and facts["expert_pinned"] == "none: not asked for"
+    run.experts.close()
+    assert "registered" not in fake.live
+
+
+def test_without_any_pinned_memory_what_is_there_stays(
+    device: Device, layers: MoeLayers, fake: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(device, layers, slots=2, pin=False)
+    fake.fail["cuMemHostRegister"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     for _ in range(10):
         run.step(5)
-    assert run.n_addresses == 6 and run.experts.usage.uploads == 0
-    assert run.experts.describe()["expert_swaps"] == "not asked for"
+        settle(run)
+    assert "no longer copied" in caplog.text
+    assert run.experts.cache.resident.sum() >= 6 - 4 and run.n_addresses <= 6
     policy: Any = run.experts._policy
     assert len(policy._recent) <= 1, "what is not looked at must not pile up"
-    run.experts.close()
-    fake.fail["cuMemHostRegister"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    host = HostExperts(layers.weights, layers.specs)
-    host.pin(device)
-    assert not host.pinned and "cannot pin" in str(host.why_not_pinned)
     assert [n for n in fake.live if n == "registered"] == []
+    run.experts.close()
+
+
+def test_what_is_pinned_later_is_swapped_and_read_in_place_from_then_on(
+    device: Device, layers: MoeLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(device, layers, slots=1, zero_copy=1.0, pin=False)
+    monkeypatch.setattr(run.experts._uploader._staging, "start", None)  # nothing comes that way
+    monkeypatch.setattr(type(run.host), "pins_all", True)
+    for _ in range(5):
+        run.step(5)
+    assert run.n_addresses == 3 and run.experts.usage.uploads == 0
+    run.host.pin(device)
+    for _ in range(3):
+        run.step(5)
+    assert run.n_addresses == 22 and run.experts.usage.in_place > 0
+    for _ in range(10):
+        run.step(5)
+    assert run.n_addresses == 22 and run.experts.usage.uploads > 0
+    run.experts.close()
 
 
 def test_a_lost_device_is_named(device: Device, layers: MoeLayers, fake: FakeDriver) -> None:
@@ -176,14 +217,16 @@ def test_a_lost_device_is_named(device: Device, layers: MoeLayers, fake: FakeDri
 
 def test_slots_are_counted_as_the_arena_counts_them(device: Device, layers: MoeLayers) -> None:
     host = HostExperts(layers.weights, layers.specs)
+    moe = moe_layers_of(layers.weights, layers.specs)
     for slots in (1, 7):
-        n_bytes = cache_bytes(host.layers, slots)
-        assert slots_that_fit(host.layers, n_bytes) == slots or slots > 6
+        planned = [min(slots, layer.experts.n_expert) for layer in moe]
+        n_bytes = slots_bytes(moe, planned)
+        assert list(even_slots(moe, n_bytes)) == planned or slots > 6
         made = CachedExperts(device, layers.model_spec(), host, CacheSettings(slots))
         assert made.n_bytes == n_bytes
         made.close()
-    assert slots_that_fit(host.layers, 1 << 40) == 8
-    assert slots_that_fit((), 100) == 0
+    assert list(even_slots(moe, 1 << 40)) == [layer.experts.n_expert for layer in moe]
+    assert even_slots((), 100) == ()
 
 
 @pytest.mark.parametrize("nth", range(7))

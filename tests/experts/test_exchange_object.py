@@ -63,6 +63,39 @@ def test_a_step_begins_only_after_the_one_before(device: Device, team: Team) -> 
     assert exchange.idle
 
 
+def test_a_step_waits_behind_the_one_that_is_served(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+    exchange.begin(1)
+    exchange.begin(2, behind=True)
+    with pytest.raises(ExchangeStalled, match="have not finished an earlier step"):
+        exchange.begin(3, behind=True)
+    assert not exchange.ended(1)
+    DONE[0] = 1
+    while not exchange.ended(1):
+        pass
+    assert not exchange.ended(2)
+    with pytest.raises(ExchangeStalled, match="have not finished an earlier step"):
+        exchange.begin(3)
+    exchange.begin(3, behind=True)
+    DONE[0] = 3
+    while not exchange.idle:
+        pass
+    assert exchange.ended(2) and exchange.ended(3)
+    exchange.close()
+
+
+def test_a_step_behind_one_that_failed_fails_too(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+    exchange._memory.view[words.FAILED :][:8].view(np.uint32)[:] = 7, 1
+    with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
+        exchange.check(7)
+    exchange.check(8)
+    with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
+        exchange.check(8, behind=True)
+    exchange.check(9, behind=True)
+    exchange.close()
+
+
 def test_a_failed_step_is_reported_once(device: Device, team: Team) -> None:
     exchange = exchange_of(device, team)
     memory = exchange._memory.view

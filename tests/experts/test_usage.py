@@ -146,14 +146,35 @@ def test_the_profile_command(
 ) -> None:
     path, out = tmp_path / "p", tmp_path / "out"
     monkeypatch.setenv("LLAMA_MOE_CACHE_PROFILE", str(path))
-    assert main(["profile"]) == 0 and "nothing is known" in capsys.readouterr().out
+    assert main(["profile", "show"]) == 0 and "nothing is known" in capsys.readouterr().out
+    assert main(["profile", "export", str(out)]) == 1 and not out.exists()
     lifetime_usage(model).save(counts(model, 0), 10, now=0.0)
-    assert main(["profile", "--export", str(out)]) == 0
+    assert main(["profile", "export", str(out), "-m", str(BUNDLED_MODEL)]) == 0
     assert "10 tokens" in capsys.readouterr().out
-    assert main(["profile", "--import", str(out)]) == 0
+    assert main(["profile", "import", str(out)]) == 0
     assert load_profile(path).n_tokens == 20
-    assert main(["profile", "--decay", "0.5"]) == 0
+    assert main(["profile", "decay", "0.5"]) == 0
     assert load_profile(path).n_tokens == 10
-    assert main(["profile", "--forget"]) == 0 and not path.exists()
-    assert main(["profile", "--import", str(tmp_path / "none")]) == 1
+    for words in ([str(BUNDLED_MODEL)], ["-m", str(BUNDLED_MODEL)]):
+        assert main(["profile", "show", *words]) == 0
+        assert "10 tokens" in capsys.readouterr().out
+    assert main(["profile", "forget"]) == 0 and not path.exists()
+    assert main(["profile", "import", str(out)]) == 0 and load_profile(path).n_tokens == 10
+    assert main(["profile", "import", str(tmp_path / "none")]) == 1
     assert "none" in capsys.readouterr().err
+    assert main(["profile"]) == 2 and "ACTION" in capsys.readouterr().err
+
+
+def test_profiles_are_merged_if_they_are_of_one_model(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other, out = (tmp_path / name for name in ("one", "other", "out"))
+    lifetime_usage(model, one).save(counts(model, 0), 10, now=0.0)
+    lifetime_usage(model, other).save(counts(model, 3), 4, now=0.0)
+    assert main(["profile", "merge", str(out), str(one), str(other), str(one)]) == 0
+    merged = load_profile(out)
+    assert merged.n_tokens == 24
+    assert merged.counts.tolist() == (3 * counts(model, 0) + 3).tolist()
+    save_profile(other, replace(merged, model=replace(merged.model, file_bytes=5)))
+    assert main(["profile", "merge", str(tmp_path / "none"), str(one), str(other)]) == 1
+    assert "another model" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -307,6 +307,10 @@ async def test_metrics(served: Served) -> None:
     assert float(values["llamacpp:requests_processing"]) == 0
     assert float(values["hotexpert_ready"]) == 1
     assert {"llamacpp:n_decode_total", "llamacpp:n_tokens_max", "hotexpert_kv_pages"} <= set(values)
+    assert float(values['hotexpert_tokens_total{phase="prompt"}']) == 3
+    assert float(values['hotexpert_tokens_total{phase="decode"}']) == 2
+    assert float(values["hotexpert_queue"]) == 0
+    assert not [name for name in values if name.startswith("hotexpert_expert")], "none move"
 
 
 async def test_unknown_paths_and_methods_are_404(served: Served) -> None:

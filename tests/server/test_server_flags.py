@@ -141,7 +141,7 @@ def test_settings(tmp_path: Path) -> None:
         parse("-dev", "CUDA0", "--vram-limit", "7.5", "--moe-expert-cache", "8"), None
     )
     assert (gpu.device, gpu.vram_limit, gpu.moe_expert_cache) == ("cuda", 7.5, 8)
-    assert (gpu.split_mode, gpu.main_gpu, gpu.tensor_split) == ("layer", 0, None)
+    assert (gpu.split_mode, gpu.main_gpu, gpu.tensor_split) == ("auto", 0, None)
     split = engine_config(parse("-sm", "none", "-mg", "1", "-ts", "3,1/0"), None)
     assert (split.split_mode, split.main_gpu, split.tensor_split) == ("none", 1, (3.0, 1.0, 0.0))
     assert engine_config(parse("--device-kind", "none"), None).device == "cpu"
@@ -149,16 +149,49 @@ def test_settings(tmp_path: Path) -> None:
     assert (plain.n_ctx, plain.n_threads, plain.n_batch) == (None, None, None)
 
 
+def test_the_seeds_names_reach_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parse("--moe", "Policy=lru,swap-lead=2,RECENT=32", "--moe-cache-window", "16")
+    config = engine_config(given, None)
+    assert dict(config.moe_cache) == {"policy": "lru", "margin": "2", "window": "16"}
+    assert config.vram_reserve is None
+    monkeypatch.setenv("LLAMA_MOE_CACHE_MARGIN_MB", "384")
+    assert engine_config(parse(), None).vram_reserve == 384
+    assert engine_config(parse("-fitt", "64"), None).vram_reserve == 64
+    for words in (("--moe", "slots"), ("--moe", "nothing=1"), ("--moe", "window=")):
+        with pytest.raises(ConfigError, match="--moe"):
+            engine_config(parse(*words), None)
+    monkeypatch.setenv("LLAMA_MOE_CACHE_MARGIN_MB", "much")
+    with pytest.raises(ConfigError, match="MARGIN_MB"):
+        engine_config(parse(), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ([], "pin"),
+        (["-lm", "mmap"], "mmap"),
+        (["--load-mode", "mmap+mlock"], "pin"),
+        (["--mmap"], "mmap"),
+        (["--no-mmap"], "pin"),
+        (["--mlock"], "pin"),
+        (["--mmap", "--mlock"], "pin"),
+        (["--mlock", "-lm", "mmap"], "mmap"),
+    ],
+)
+def test_how_the_model_gets_into_memory(words: list[str], mode: str) -> None:
+    assert engine_config(parse(*words), None).load_mode == mode
+
+
 def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_MOE_CACHE_STATS", "1")
     monkeypatch.setenv("LLAMA_MOE_CACHE_POLICY", "lru")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZ", "64")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
-    given = parse("-ngl", "99", "--moe-cache-window", "64", "-fa", "on", "-c", "64")
+    given = parse("-ngl", "99", "--prefetch-experts-slots", "3", "-fa", "on", "-c", "64")
     lines = cli.explain(given, engine_config(given, None), server_settings(given))
     text = "\n".join(lines)
     for name in (
-        "-ngl", "--moe-cache-window", "-fa", "LLAMA_MOE_CACHE_STATS", "LLAMA_ARG_CTX_SIZ"
+        "-ngl", "--prefetch-experts-slots", "-fa", "LLAMA_MOE_CACHE_STATS", "LLAMA_ARG_CTX_SIZ"
     ):  # fmt: skip
         assert f"note: {name} has no effect: " in text
     assert "LLAMA_ARG_CTX_SIZE " not in text and "LLAMA_MOE_CACHE_POLICY" not in text

@@ -73,7 +73,7 @@ class AttentionLaunches:
             gate_row=width,
             gate_stride=mixer.head_dim_k + mixer.head_dim_v,
             value_scale=mixer.value_scale,
-            masks=0 if mixer.indexer is None else self._indexers.masks,
+            choice=None if mixer.indexer is None else self._indexers.choice,
         )
         sizes = mixer.n_head, mixer.n_head_kv
         if parts.shape.kind is StepKind.DECODE:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Protocol
 
@@ -17,8 +18,10 @@ from runtime.cuda.stream import Event, Stream
 from runtime.engine.gpu.control import ControlRing, ControlWriter
 from runtime.engine.gpu.experts import I32, choices_shape
 from runtime.engine.gpu.functions import Functions, KernelKey, key_of
+from runtime.engine.gpu.graph_times import GraphTimes
 from runtime.engine.gpu.launch_plan import Constants, Fork, LaunchPlan, PlannedLaunch, Room
-from runtime.engine.gpu.plan_parts import StepMemory
+from runtime.engine.gpu.plan_parts import PlanParts, StepMemory
+from runtime.engine.gpu.stamps import StampMemory, add_stamps, stamp_kernels
 from runtime.engine.gpu.step_graph import StepPlanner
 from runtime.engine.gpu.step_shape import StepShape
 from runtime.engine.gpu.transfer import Transfer, transfer_all
@@ -45,6 +48,7 @@ class CapturedStep:
 
     choices_places  of each GPU: where the choices of its layers' experts begin among all, and their
                     shape, see `choices_shape`
+    times           of each GPU: reads when the parts of a step began; none if they are not kept
     """
 
     shape: StepShape
@@ -52,6 +56,7 @@ class CapturedStep:
     writers: list[ControlWriter]
     n_launches: int
     choices_places: tuple[tuple[int, tuple[int, int, int]], ...]
+    times: tuple[GraphTimes, ...] = ()
     seconds: float = 0.0
 
     def choices(self, results: I32) -> I32:
@@ -127,6 +132,7 @@ class CapturedSteps:
         self._first_choice = first_choice
         self._steps: dict[StepShape, CapturedStep] = {}
         self._graphs: dict[StepShape, tuple[Graph, DeviceBuffer]] = {}
+        self._stamps: StampMemory | None = None
         self._capturing = Lock()
         # What is captured runs in the stream that a graph is launched into, not in these.
         self._main = Stream(device, "capture")
@@ -151,11 +157,23 @@ class CapturedSteps:
         """Whether `of` returns at once."""
         return shape in self._steps
 
+    def all(self) -> list[CapturedStep]:
+        """Those that were captured."""
+        return list(self._steps.values())
+
+    def drop(self, shapes: Iterable[StepShape]) -> None:
+        """Give the graphs of these shapes back; no step is in flight."""
+        with self._capturing:
+            for shape in shapes:
+                graph, constants = self._graphs.pop(shape)
+                del self._steps[shape]
+                graph.close()
+                constants.close()
+
     def launches(self, shape: StepShape) -> list[tuple[PlannedLaunch, Launch]]:
         """The launches of a shape one by one, for timing; the shape must be captured."""
         self.of(shape)
-        room, constants = Room(self._room.address), Constants(self._graphs[shape][1].address)
-        plan = self._planner.plan(shape, self._memory, room, constants).plan
+        plan = self._plan(shape, Constants(self._graphs[shape][1].address))[0].plan
         return [(planned, self._launch(planned)) for planned in plan.launches]
 
     def close(self) -> None:
@@ -165,18 +183,42 @@ class CapturedSteps:
                 constants.close()
             self._graphs.clear()
             self._steps.clear()
+            if self._stamps is not None:
+                self._stamps.close()
         for resource in (self._fork, self._join, self._side, self._main):
             resource.close()
 
+    def _plan(self, shape: StepShape, constants: Constants) -> tuple[PlanParts, GraphTimes | None]:
+        """The launches, with stamps between them where the shape is timed, and who reads these."""
+        room, planner = Room(self._room.address), self._planner
+        if not shape.timed:
+            return planner.plan(shape, self._memory, room, constants), None
+        stamps, overlapped = self._stamp_memory(), planner.overlapped
+        memory = replace(
+            self._memory,
+            stamps=stamps.address,
+            stamps_bytes=stamps.n_bytes,
+            host_stamps=stamps.host_address,
+        )
+        parts = planner.plan(shape, memory, room, constants)
+        layout = add_stamps(parts.plan, stamps.address, stamps.most, overlapped=overlapped)
+        return parts, GraphTimes(layout, stamps, self._device.info.index)
+
+    def _stamp_memory(self) -> StampMemory:
+        """Taken when the first timed graph is captured, with the kernel that writes there."""
+        if self._stamps is None:
+            self._functions.load(stamp_kernels(overlapped=self._planner.overlapped))
+            self._stamps = StampMemory(self._device, len(self._planner.model.spec.layers))
+        return self._stamps
+
     def _capture(self, shape: StepShape) -> CapturedStep:
         measured = Constants()
-        self._planner.plan(shape, self._memory, Room(self._room.address), measured)
+        self._plan(shape, measured)
         with ExitStack() as made:
             n_bytes = max(measured.n_bytes, 1)
             buffer = made.enter_context(DeviceBuffer(self._device, n_bytes, "graph constants"))
             constants = Constants(buffer.address)
-            room = Room(self._room.address)
-            parts = self._planner.plan(shape, self._memory, room, constants)
+            parts, times = self._plan(shape, constants)
             transfer_all(self._device, [Transfer(buffer.address, constants.image())])
             launches = [(n, self._launch(n)) for n in parts.plan.launches]
             graph = made.enter_context(
@@ -193,7 +235,8 @@ class CapturedSteps:
             made.pop_all()
             self._graphs[shape] = graph, buffer
             places = () if self._first_choice is None else ((self._first_choice, choices),)
-            return CapturedStep(shape, graph, writers, len(launches), places)
+            kept = () if times is None else (times,)
+            return CapturedStep(shape, graph, writers, len(launches), places, kept)
 
     def graph(self, shape: StepShape) -> Graph:
         """The graph of a shape that was captured."""

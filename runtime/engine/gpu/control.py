@@ -68,7 +68,8 @@ def control_layout(
 ) -> ControlLayout:
     """The layout of steps of this shape.
 
-    u32 counts[4]: tokens, outputs, sequences, 0; then i32 token_ids, positions, rows, cell_pages,
+    u32 counts[4]: tokens, outputs, sequences, whether the step was launched before the one before
+    it had ended; then i32 token_ids, positions, rows, cell_pages,
     each [n_tokens], output_tokens[n_outputs], page_tables[n_sequences, max_pages]; of models with
     states spans[n_sequences, 4], see `spans_of`; of models with memories f32 rows[n_tokens, values]
     of each, `memory_values` of a token together; where chains choose tokens, as `ops.gpu.sampling`
@@ -153,7 +154,7 @@ class ControlWriter:
         n, n_outputs = len(step.token_ids), len(step.output_tokens)
         n_sequences, width = step.page_tables.shape
         counts = self._counts
-        counts[0], counts[1], counts[2] = n, n_outputs, n_sequences
+        counts[:4] = n, n_outputs, n_sequences, step.follows
         self._token_ids[:n] = step.token_ids
         self._positions[:n] = step.positions
         self._rows[:n] = step.rows

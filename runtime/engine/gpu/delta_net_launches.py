@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ops.gpu.delta_net import (
+    CHUNK_DECAY_FLOOR,
+    CHUNK_SHARED_BYTES,
     DIMS,
     N_TAPS,
+    delta_chunk,
+    delta_chunk_grid,
     delta_inputs,
     delta_inputs_grid,
     delta_net,
@@ -20,6 +25,7 @@ from runtime.engine.gpu.matrix_launches import Output, Product, add_products, wa
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes
 from runtime.engine.gpu.row_launches import add_records
 from runtime.engine.gpu.state_slots import GPUStates
+from runtime.engine.step import StepKind
 from runtime.models.delta_net import DeltaNetSpec, GateFunction
 from runtime.models.linear import Linear
 
@@ -161,10 +167,13 @@ class DeltaNetLaunches:
         """Address of f32[n_tokens, n_value]."""
         parts, taken = self._parts, self._taken(mixer)
         out = parts.room.place(f"delta out {mixer.n_value}", 4 * parts.n_tokens * mixer.n_value)
+        sizes = mixer.n_value_head, mixer.head_dim, parts.shape.n_sequences
+        chunks = self._takes_chunks(mixer)
+        kernel = (delta_chunk if chunks else delta_net)(overlapped=parts.overlapped)
         parts.plan.add(
-            f"{layer}.delta_net",
-            delta_net(overlapped=parts.overlapped),
-            delta_net_grid(mixer.n_value_head, mixer.head_dim, parts.shape.n_sequences),
+            f"{layer}.{kernel.entry}",
+            kernel,
+            (delta_chunk_grid if chunks else delta_net_grid)(*sizes),
             {
                 "counts": parts.token_count,
                 "spans": parts.control("spans"),
@@ -179,9 +188,19 @@ class DeltaNetLaunches:
                 "dim": mixer.head_dim,
                 "decay_width": decay_width(mixer),
             },
+            shared_bytes=CHUNK_SHARED_BYTES if chunks else 0,
             overlapped=parts.overlapped,
         )
         return out
+
+    def _takes_chunks(self, mixer: DeltaNetSpec) -> bool:
+        """Whether several tokens at a time: of prompts, where that is exact and there is room."""
+        floor = -math.inf if mixer.decay_floor is None else mixer.decay_floor
+        return (
+            self._parts.shape.kind is StepKind.PREFILL
+            and (decay_width(mixer) == 1 or floor >= CHUNK_DECAY_FLOOR)
+            and self._parts.gpu.block_shared_bytes >= CHUNK_SHARED_BYTES
+        )
 
     def _taken(self, mixer: DeltaNetSpec) -> _Taken:
         room, n = self._parts.room, 4 * self._parts.n_tokens

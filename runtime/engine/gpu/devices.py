@@ -11,7 +11,8 @@ from runtime.cuda.driver import Driver
 from runtime.engine.gpu.kv import CacheSizes
 from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.gpu.share import end_bytes, layer_bytes, split_layers
-from runtime.engine.gpu.share_opening import MARGIN_BYTES, usable_bytes
+from runtime.engine.gpu.share_plan import usable_bytes
+from runtime.engine.machine import GPUFacts
 from runtime.errors import ConfigError, DeviceUnavailable, OutOfDeviceMemory
 from runtime.models.model import Model
 
@@ -21,21 +22,16 @@ logger = logging.getLogger(__name__)
 def open_devices(
     driver: Driver, settings: GPUSettings, n_layers: int, resources: ExitStack
 ) -> list[Device]:
-    """The GPUs to use, at most one a layer; `resources` closes them.
+    """The GPUs that may be used, at most one a layer; `resources` closes them.
 
     Those that nobody named and that are too old, or full, are left out.
     Raises: DeviceUnavailable, ConfigError, CudaError.
     """
     n_devices = int(driver.call("cuDeviceGetCount"))
-    if not settings.split:
+    if settings.split is False:
         return [resources.enter_context(Device(driver, settings.main_gpu))]
     if settings.tensor_split is not None:
-        named = [index for index, share in enumerate(settings.tensor_split) if share > 0]
-        if max(named) >= n_devices:
-            raise ConfigError(
-                f"tensor_split = {','.join(map(str, settings.tensor_split))}: "
-                f"this machine shows {n_devices} GPUs"
-            )
+        named = named_gpus(settings.tensor_split, n_devices)
         return [resources.enter_context(Device(driver, index)) for index in named[:n_layers]]
     devices: list[Device] = []
     for index in range(n_devices):
@@ -48,23 +44,58 @@ def open_devices(
             continue
         resources.callback(device.close)
         devices.append(device)
-    usable = [device for device in devices if usable_bytes(device, settings) > MARGIN_BYTES]
-    chosen = usable or devices
-    if not chosen:
+    if not devices:
         raise DeviceUnavailable(f"none of the {n_devices} GPUs can be used")
-    return chosen[: n_layers if usable else 1]
+    facts = [GPUFacts(device.info, device.free_bytes()) for device in devices]
+    used = {gpu.info.index for gpu in with_room(facts, settings, n_layers)}
+    return [device for device in devices if device.info.index in used]
+
+
+def named_gpus(tensor_split: Sequence[float], n_gpus: int) -> list[int]:
+    """The GPUs that have a share.  Raises: ConfigError where there are fewer."""
+    named = [index for index, share in enumerate(tensor_split) if share > 0]
+    if max(named) >= n_gpus:
+        raise ConfigError(
+            f"tensor_split = {','.join(map(str, tensor_split))}: this machine shows {n_gpus} GPUs"
+        )
+    return named
+
+
+def with_room(gpus: Sequence[GPUFacts], settings: GPUSettings, n_layers: int) -> Sequence[GPUFacts]:
+    """Those that are not full already, at most one a layer; if all are, the first."""
+    usable = [
+        gpu for gpu in gpus if usable_bytes(gpu.free_bytes, settings) > settings.reserve_bytes
+    ]
+    return usable[:n_layers] if usable else gpus[:1]
+
+
+def described_gpus(
+    gpus: Sequence[GPUFacts], settings: GPUSettings, n_layers: int
+) -> Sequence[GPUFacts]:
+    """The same choice among GPUs that nobody opens.  Raises: DeviceUnavailable, ConfigError."""
+    if not gpus:
+        raise DeviceUnavailable("there is no GPU")
+    if settings.split is False:
+        if settings.main_gpu >= len(gpus):
+            raise DeviceUnavailable(f"there is no GPU {settings.main_gpu}: there are {len(gpus)}")
+        return [gpus[settings.main_gpu]]
+    if settings.tensor_split is not None:
+        return [gpus[index] for index in named_gpus(settings.tensor_split, len(gpus))][:n_layers]
+    return with_room(gpus, settings, n_layers)
 
 
 def layers_of_each(
-    model: Model, settings: GPUSettings, devices: Sequence[Device], n_pages: int
+    model: Model, settings: GPUSettings, gpus: Sequence[GPUFacts], n_pages: int
 ) -> list[int]:
     """How many layers each GPU takes, in order."""
-    if len(devices) == 1:
+    if len(gpus) == 1:
         return [len(model.spec.layers)]
     if settings.tensor_split is None:
-        room = [float(usable_bytes(device, settings) - MARGIN_BYTES) for device in devices]
+        room = [
+            float(usable_bytes(gpu.free_bytes, settings) - settings.reserve_bytes) for gpu in gpus
+        ]
     else:
-        room = [settings.tensor_split[device.info.index] for device in devices]
+        room = [settings.tensor_split[gpu.info.index] for gpu in gpus]
     kv = CacheSizes(model.spec, settings.cache_type_k, settings.cache_type_v)
     sizes = [
         matrices + (0 if cached is None else n_pages * sum(cached.side_bytes))

@@ -7,20 +7,34 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from ops.gpu.step_io import RING
 from runtime.cuda.completion import reached
+from runtime.engine.closing import CLOSING_SECONDS, close_within
 from runtime.engine.executor import ExecutorLimits
-from runtime.engine.gpu.captured_steps import CapturedStep
-from runtime.engine.gpu.control import cell_pages
+from runtime.engine.gpu.expected_hits import expected_hit_rate
+from runtime.engine.gpu.flight import Flight, Uses
 from runtime.engine.gpu.gpu_parts import Exchange, GPUParts, States
+from runtime.engine.gpu.gpu_plan import GPUPlan
+from runtime.engine.gpu.graph_memory import graph_of, smaller_steps
+from runtime.engine.gpu.step_check import StepCheck
 from runtime.engine.gpu.step_shape import MAX_OUTPUTS, Sampling, part_of, parts_of
-from runtime.engine.step import I32, Step, StepResult
-from runtime.errors import ComputeError, DeviceError, EngineBug, EngineClosed
+from runtime.engine.step import I32, Step, StepKind, StepResult
+from runtime.errors import (
+    ComputeError,
+    DeviceError,
+    DeviceStalled,
+    EngineBug,
+    EngineClosed,
+    OutOfGraphMemory,
+)
+from runtime.experts.hit_check import HitCheck, check_links
 from runtime.experts.recording import RoutingRecorder
+from runtime.experts.totals import ExpertTotals, StepUse
+from runtime.profiling.record import StepTimes
 
 STALLED_SECONDS = 2.0
 """Without an end this long after the expected one, a step counts as stalled."""
@@ -35,19 +49,6 @@ SOON = 1e-6
 """Seconds, where a step ought to have ended already."""
 
 NO_LOGITS = np.empty((MAX_OUTPUTS, 0), np.float32)
-
-FEW = 32
-"""Numbers that Python looks through more quickly than NumPy."""
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A step that was launched: its number, its graph, and since when it runs or would run."""
-
-    epoch: int
-    step: Step
-    captured: CapturedStep
-    began: float
 
 
 class GPUStepInFlight:
@@ -68,15 +69,28 @@ class GPUExecutor:
 
     def __init__(self, limits: ExecutorLimits, parts: GPUParts) -> None:
         self._limits, self._parts = limits, parts
+        self._check = StepCheck(limits, None if parts.states is None else parts.states.n_slots)
         self._epoch = 1  # of the next step
         self._flights: deque[Flight] = deque()  # launched, and not known to have ended
         self._last: Flight | None = None  # the one that was launched last
         self._closed = False
+        self._given_up = False  # a step did not end as it should
         self.recorder: RoutingRecorder | None = None  # where the CPU serves misses
+        self.timed = False
+        self._times: list[StepTimes] = []
+        expected = expected_hit_rate(parts.planned)
+        self._hit_check: HitCheck | None = None
+        if expected is not None:
+            self._hit_check = HitCheck(expected, parts.planned.settings.notices)
 
     @property
     def limits(self) -> ExecutorLimits:
         return self._limits
+
+    @property
+    def planned(self) -> GPUPlan:
+        """What it holds, and why."""
+        return self._parts.planned
 
     async def run(self, step: Step) -> StepResult:
         """See `Executor.run`.
@@ -86,24 +100,45 @@ class GPUExecutor:
         """
         await self._until_idle()
         cells = self._prepare(step)
-        spans = parts_of(step, self._parts.shapes.most_tokens(step.kind))
+        fetches = self._parts.experts.may_fetch
+        spans = deque(parts_of(step, self._parts.shapes.most_tokens(step.kind, fetches=fetches)))
         if len(spans) == 1:
-            return await self._perform(step, cells)
+            try:
+                return await self._perform(step, cells)
+            except OutOfGraphMemory:
+                spans.extend(smaller_steps(self._parts, step, spans.popleft()))
+                if not spans:
+                    raise
         logits = np.empty((len(step.output_tokens), self._limits.n_vocab), np.float32)
         failed: list[int] = []
+        uses: Uses = ()
         for span in spans:
             part, rows = part_of(step, span)
             result = await self._perform(part, cells[span])
             logits[rows] = result.logits
             failed += [rows[i] for i in result.not_finite]
-        return StepResult(logits, tuple(sorted(failed)))
+            uses += result.uses
+        return StepResult(logits, tuple(sorted(failed)), uses=uses)
+
+    def expert_totals(self) -> ExpertTotals | None:
+        """See `CountingExecutor`."""
+        totals, exchange = self._parts.experts.totals(), self._parts.exchange
+        if totals is None or exchange is None:
+            return totals
+        busy, waiting = exchange.team_seconds()
+        return replace(totals, cpu_seconds=busy, wait_seconds=waiting)
+
+    def take_times(self) -> list[StepTimes]:
+        """See `TimedExecutor`."""
+        times, self._times = self._times, []
+        return times
 
     @property
     def runs_ahead(self) -> bool:
         # A token too many would stay in the state of its sequence; the next step's first GPU does
         # not see what the last one has chosen; nor does the host, which gathers rows by tokens.
         parts = self._parts
-        needs = (parts.exchange, parts.states, parts.links, parts.memories)
+        needs = (parts.states, parts.links, parts.memories)
         return all(need is None for need in needs)
 
     def samples(self, step: Step) -> bool:
@@ -126,11 +161,17 @@ class GPUExecutor:
         if step.sampling is not None:
             alone = flight.captured.shape.sampling is Sampling.BEST
             chosen, wrong = results.chosen(flight.epoch, n_outputs, alone=alone)
-            return StepResult(NO_LOGITS[:n_outputs], wrong, chosen)
+            return StepResult(NO_LOGITS[:n_outputs], wrong, chosen, flight.uses)
         failed = results.not_finite(flight.epoch, n_outputs)
         if failed and step.state_slots is None:
             raise ComputeError(f"the logits of outputs {failed} of the step are not finite")
-        return StepResult(results.logits[:n_outputs, : self._limits.n_vocab], tuple(failed))
+        logits = results.logits[:n_outputs, : self._limits.n_vocab]
+        return StepResult(logits, tuple(failed), uses=flight.uses)
+
+    async def resize(self, vram_limit: int | None) -> int:
+        """See `ResizableExecutor.resize`."""
+        await self._until_idle()
+        return await asyncio.to_thread(self._parts.memory.resize, vram_limit)
 
     def save_pages(self, pages: list[int]) -> bytes:
         self._check_idle()
@@ -164,15 +205,26 @@ class GPUExecutor:
         }
 
     async def close(self) -> None:
+        """See `Executor.close`.
+
+        Raises: DeviceStalled where the GPU does not end its work, CloseStalled where it or a worker
+        keeps the memory; CudaError.
+        """
         if self._closed:
             return
         self._closed = True
+        usual = max((flight.captured.seconds for flight in self._flights), default=0.0)
+        limit = 0.0 if self._given_up else CLOSING_SECONDS + 10 * usual
         try:
-            while self._flights:
-                with suppress(ComputeError):  # nobody waits for what the step gave
-                    await self._until_ended(self._flights[0])
+            async with asyncio.timeout(limit):
+                while self._flights:
+                    with suppress(ComputeError):  # nobody waits for what the step gave
+                        await self._until_ended(self._flights[0])
+        except TimeoutError:
+            if not self._given_up:  # else whoever waited knows
+                raise DeviceStalled(limit) from None
         finally:
-            self._parts.resources.close()
+            await close_within(self._parts.resources.close, CLOSING_SECONDS)
 
     def _prepare(self, step: Step) -> I32:
         """The page that holds each token of `step`, which may begin; its copies are on their way.
@@ -181,7 +233,8 @@ class GPUExecutor:
         """
         if self._closed:
             raise EngineClosed("the executor is closed")
-        cells = self._check(step)
+        last = None if self._last is None else self._last.step
+        cells = self._check.cells(step, last)
         if step.page_copies:
             self._parts.pages.copy(step.page_copies, self._parts.stream)
         if step.state_copies:
@@ -198,12 +251,17 @@ class GPUExecutor:
         """Start a step that fits a shape, and the CPU's part of it."""
         parts = self._parts
         shape = parts.shapes.of(step)
+        if self.timed:
+            shape = parts.shapes.timed(shape)
+        fresh = False
         if self._last is not None and self._last.captured.shape is shape:
             captured = self._last.captured  # looking it up takes longer
         elif parts.steps.is_captured(shape):
             captured = parts.steps.of(shape)
         else:
-            captured = await asyncio.to_thread(parts.steps.of, shape)  # the loop goes on meanwhile
+            fresh = True
+            last = None if self._last is None else self._last.captured.shape
+            captured = await graph_of(parts, shape, last, self._until_idle)
         gathered = [] if parts.memories is None else await parts.memories.of(step)
         epoch = self._epoch
         if parts.links is not None and not self._flights:
@@ -212,7 +270,7 @@ class GPUExecutor:
         writer = captured.writers[epoch % RING]
         writer.write(step, cells, deltas)
         writer.write_memories(gathered)
-        flight = Flight(epoch, step, captured, time.perf_counter())
+        flight = Flight(epoch, step, captured, time.perf_counter(), fresh)
         if parts.exchange is None or shape.fetches:
             captured.graph.launch(parts.stream)
         else:
@@ -225,7 +283,7 @@ class GPUExecutor:
         return flight
 
     def _launch_with_cpu(self, flight: Flight, exchange: Exchange) -> None:
-        exchange.begin(flight.epoch)
+        exchange.begin(flight.epoch, behind=flight.step.follows)
         try:
             flight.captured.graph.launch(self._parts.stream)
         except BaseException:
@@ -255,6 +313,7 @@ class GPUExecutor:
                     limit=STALLED_SECONDS + (10 * usual or UNKNOWN_SECONDS),
                 )
             except (DeviceError, EngineBug):
+                self._given_up = True
                 if self._parts.links is not None:
                     self._parts.links.stop()
                 raise
@@ -266,18 +325,32 @@ class GPUExecutor:
         now = time.perf_counter()
         flight = self._flights.popleft()
         flight.captured.took(now - flight.began)
+        if flight.captured.times:
+            moved = self._parts.experts.take_spans()
+            self._times += flight.times(now, self._parts.exchange, moved)
         if self._flights:
             self._flights[0].began = now
         if self._parts.exchange is not None:
             choices, fetched = self._choices(flight), flight.captured.shape.fetches
-            self._parts.experts.after_step(choices, fetched=fetched)
-            self._parts.exchange.check(flight.epoch)
+            use = self._parts.experts.after_step(choices, fetched=fetched)
+            flight.uses = ((flight.step.n_tokens, use),)
+            self._check_hits(flight.step, use)
+            self._parts.exchange.check(flight.epoch, behind=flight.step.follows)
         if self._parts.links is not None:
             self._parts.links.check(flight.epoch)
 
+    def _check_hits(self, step: Step, use: tuple[StepUse, ...]) -> None:
+        check = self._hit_check if step.kind is StepKind.DECODE else None
+        if check is not None and check.see(step.n_tokens, use):
+            self._hit_check = None
+            totals = self._parts.experts.totals()
+            if totals is not None:
+                check_links(totals, self._parts.planned.settings.notices)
+
     def _choices(self, flight: Flight) -> I32:
         """The experts that the step used, i32[n_moe_layers, n_tokens, n_used]."""
-        return flight.captured.choices(self._parts.results.choices)[:, : flight.step.n_tokens]
+        results = self._parts.results.choices[flight.epoch % RING]
+        return flight.captured.choices(results)[:, : flight.step.n_tokens]
 
     def _ended(self, epoch: int) -> Callable[[], bool]:
         done, exchange = self._parts.results.done, self._parts.exchange
@@ -286,11 +359,11 @@ class GPUExecutor:
             return lambda: (
                 links.ended(epoch)
                 and has_reached(int(done[0]), epoch)
-                and (exchange is None or exchange.idle)
+                and (exchange is None or exchange.ended(epoch))
             )
         if exchange is None:
             return lambda: has_reached(int(done[0]), epoch)
-        return lambda: int(done[0]) == epoch and exchange.idle
+        return lambda: has_reached(int(done[0]), epoch) and exchange.ended(epoch)
 
     def _check_device(self) -> None:
         """Raises: DeviceLost; EngineBug where the GPU is idle and a step has no end."""
@@ -298,50 +371,6 @@ class GPUExecutor:
             return
         if not has_reached(int(self._parts.results.done[0]), self._last.epoch):
             raise EngineBug("a step ended on the GPU without a report")
-
-    def _check(self, step: Step) -> I32:
-        """The page that holds each token, i32[n_tokens]; raises EngineBug beyond the limits."""
-        limits = self._limits
-        n_tokens, n_sequences = step.n_tokens, len(step.page_tables)
-        n_positions = step.page_tables.shape[1] * limits.page_tokens
-        if (
-            not 0 < n_tokens <= limits.max_step_tokens
-            or n_sequences > limits.max_sequences
-            or not self._are_tokens(step)
-            or not below(step.rows, n_sequences)
-            or not below(step.positions, n_positions)
-            or not below(step.output_tokens, n_tokens)
-        ):
-            raise EngineBug(
-                f"a step of {n_tokens} tokens and {n_sequences} sequences, up to position "
-                f"{step.positions.max(initial=-1)}, is beyond the executor's {limits} or names a "
-                "token that does not exist"
-            )
-        cells = cell_pages(step, limits.page_tokens)
-        if not below(cells, limits.n_pages):
-            raise EngineBug("a step names a position of a sequence that has no page")
-        if not self._names_states(step):
-            raise EngineBug(f"state slots {step.state_slots}, copies {step.state_copies}")
-        return cells
-
-    def _are_tokens(self, step: Step) -> bool:
-        """Whether the step's tokens exist, or will when the step before has chosen them."""
-        if not step.follows:
-            return below(step.token_ids, self._limits.n_vocab)
-        last = self._last
-        return (
-            last is not None
-            and last.step.sampling is not None
-            and below(-1 - step.token_ids, len(last.step.output_tokens))
-        )
-
-    def _names_states(self, step: Step) -> bool:
-        """Whether the step has the slots of its sequences' states, if there are states."""
-        if self._parts.states is None or step.state_slots is None:
-            return self._parts.states is None and step.state_slots is None
-        n_slots = self._parts.states.n_slots
-        copied = np.array(step.state_copies, np.int32).reshape(-1)
-        return below(step.state_slots, n_slots) and below(copied, n_slots)
 
     def _held_states(self) -> States:
         if self._parts.states is None:
@@ -356,11 +385,3 @@ class GPUExecutor:
 def has_reached(done: int, epoch: int) -> bool:
     """Whether the step `epoch` is at or before the step `done`; both wrap at 2^32."""
     return (done - epoch) & 0xFFFFFFFF < 1 << 31
-
-
-def below(values: I32, limit: int) -> bool:
-    """Whether all of them are in 0 .. limit - 1."""
-    if len(values) > FEW:
-        return int(values.view(np.uint32).max()) < limit
-    few = values.tolist()  # quicker than NumPy's reductions
-    return not few or (min(few) >= 0 and max(few) < limit)

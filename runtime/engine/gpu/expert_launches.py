@@ -10,9 +10,16 @@ from ops.gpu.activate import ACTIVATIONS, activate
 from ops.gpu.expert import expert_down, expert_gate_up
 from ops.gpu.fetch import GRID as FETCH_GRID
 from ops.gpu.fetch import fetch_experts
-from ops.gpu.mailbox import mailbox
+from ops.gpu.mailbox import Forecast, mailbox
 from ops.gpu.router import group, group_shared_bytes
-from ops.gpu.row_launch import BLOCK_FORMATS, best_team, down_launch, gate_up_launch
+from ops.gpu.row_launch import (
+    BLOCK_FORMATS,
+    Multiprocessors,
+    best_team,
+    down_launch,
+    gate_up_launch,
+    in_one_wave,
+)
 from ops.quants import BlockFormat
 from ops.quants.block import ActivationKind
 from runtime.engine.gpu.matrix_launches import GemmSize, add_gemm
@@ -26,10 +33,14 @@ ACTIVATION_NUMBERS = {
 }
 
 GROUPED_TOKENS = 8
-"""From so many tokens on experts' weights are read once for all their tokens.
+"""Fewer tokens have their experts slot by slot, whatever the model is."""
 
-On an H200, 8 tokens of OLMoE took 60 us a layer instead of 71, of Qwen3-30B-A3B 66 instead of 59;
-4 of OLMoE 44 instead of 37.
+SLOT_TOKENS = 8
+"""So many, at most, have them so where there are at least as many experts as slots. More have them
+grouped, so that each expert's weights are read once.
+
+What slots share comes from the GPU's cache. On an H200 the experts' kernels of 8 tokens took 44 us
+a layer instead of 59 (Qwen3-30B-A3B, 64 slots of 128 experts), 53 instead of 64 (OLMoE, 64 of 64).
 """
 
 GATE, DOWN = 0, 2
@@ -47,6 +58,7 @@ class Routed:
     choices  i32[n_tokens, n_used];  weights f32[n_tokens, n_used]
     experts  u64[n_slots, 4]: the rows of the table of experts
     table    address of the layer's part of that table, next_table of the next one's, 0: none
+    forecast of the next layer's routing
     """
 
     layer: int
@@ -56,6 +68,7 @@ class Routed:
     shared_weights: int
     table: int
     next_table: int
+    forecast: Forecast
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,9 @@ def by_slot(parts: PlanParts, block: MoeSpec) -> bool:
     """Whether every token's experts are looked up in `Routed.experts`, not in the table."""
     linears = (block.gate_up[0], block.gate_up[-1], block.down)
     formats = [parts.format_of(linear.weight) for linear in linears]
-    few = parts.fetches is None and parts.n_tokens < GROUPED_TOKENS
-    return few and are_slot_formats(formats)
+    n_tokens, n_slots = parts.n_tokens, parts.n_tokens * block.n_used
+    few = n_tokens < GROUPED_TOKENS or (n_tokens <= SLOT_TOKENS and n_slots <= block.n_expert)
+    return few and parts.fetches is None and are_slot_formats(formats)
 
 
 def are_slot_formats(formats: Sequence[BlockFormat]) -> bool:
@@ -130,8 +144,8 @@ def _add_by_slot(
     _add_mailbox(parts, name, block, x, routed, y, 0)
     gate, up = block.gate_up[0], block.gate_up[-1]
     gate_format, vector = parts.format_of(gate.weight), parts.weights.vector
-    team = best_team(gate_format, n)
-    launch = gate_up_launch(gate_format, team, overlapped=parts.overlapped)
+    launch = gate_up_launch(gate_format, best_team(gate_format, n), overlapped=parts.overlapped)
+    launch = in_one_wave(launch, gate_format, n, n_slots * block.n_ff, _gpu(parts))
     h = parts.room.place(f"expert h {block.n_ff}", 4 * n_slots * block.n_ff)
     parts.plan.add(
         f"{name}.gate_up",
@@ -150,6 +164,7 @@ def _add_by_slot(
             "n": n,
             "n_rows": block.n_ff,
             "n_used": block.n_used,
+            "rounds": launch.rounds,
             "activation": ACTIVATION_NUMBERS[block.activation],
             "limit": block.activation_limit,
             **record_fields(gate_format.activation, n),
@@ -157,30 +172,43 @@ def _add_by_slot(
         shared_bytes=launch.shared_bytes(gate_format, n),
         overlapped=parts.overlapped,
     )
-    down_format = parts.format_of(block.down.weight)
-    team = best_team(down_format, block.n_ff)
-    launch = down_launch(down_format, team, overlapped=parts.overlapped)
+    _add_slot_down(parts, name, block, routed, h, y)
+    _join_mailbox(parts)
+    return {"expert_out": y}
+
+
+def _add_slot_down(
+    parts: PlanParts, name: str, block: MoeSpec, routed: Routed, h: int, y: int
+) -> None:
+    """y = down h, slot by slot."""
+    n_slots, n_out, vector = parts.n_tokens * block.n_used, block.down.n_out, parts.weights.vector
+    fmt = parts.format_of(block.down.weight)
+    launch = down_launch(fmt, best_team(fmt, block.n_ff), overlapped=parts.overlapped)
+    launch = in_one_wave(launch, fmt, block.n_ff, n_slots * -(-n_out // 2), _gpu(parts))
     parts.plan.add(
         f"{name}.down",
-        expert_down(down_format, launch),
+        expert_down(fmt, launch),
         launch.grid(-(-n_out // 2), n_slots),
         {
             "h": h,
             "experts": routed.experts,
-            "table": parts.grid_table(down_format),
+            "table": parts.grid_table(fmt),
             "y": y,
             "choices": routed.choices,
             "scales": vector(block.down.scale),
             "biases": vector(block.down.bias),
             "n": block.n_ff,
             "n_rows": n_out,
-            **record_fields(down_format.activation, block.n_ff),
+            "rounds": launch.rounds,
+            **record_fields(fmt.activation, block.n_ff),
         },
-        shared_bytes=launch.shared_bytes(down_format, block.n_ff),
+        shared_bytes=launch.shared_bytes(fmt, block.n_ff),
         overlapped=parts.overlapped,
     )
-    _join_mailbox(parts)
-    return {"expert_out": y}
+
+
+def _gpu(parts: PlanParts) -> Multiprocessors:
+    return Multiprocessors(parts.gpu.n_multiprocessors, parts.gpu.block_shared_bytes)
 
 
 def _add_grouped(
@@ -314,7 +342,7 @@ def _add_mailbox(
     """Begin a branch that gets the rows of y whose experts are not on the GPU from the CPU."""
     if parts.mailboxes is None:
         return
-    launch, arguments = parts.mailboxes.mailbox(routed.layer, parts.n_tokens)
+    launch, arguments = parts.mailboxes.mailbox(routed.layer, parts.n_tokens, routed.forecast)
     with parts.plan.side_branch():
         parts.plan.add(
             f"{name}.mailbox",

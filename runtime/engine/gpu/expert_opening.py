@@ -6,51 +6,68 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.gpu.expert_plan import ExpertPlan, Holding
 from runtime.engine.gpu.experts import moe_layers
+from runtime.engine.gpu.gpu_plan import GPUPlan, holds_all, plan_experts
 from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.gpu.share_opening import ShareOpening
 from runtime.errors import OutOfDeviceMemory
 from runtime.models.model import Model
 from runtime.models.spec import MoeSpec
+from runtime.notices import Reason
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
     from runtime.cuda.device import Device
     from runtime.experts.cache import ExpertCache
-    from runtime.experts.cached_experts import CacheSettings
     from runtime.experts.host_experts import HostExperts, HostPart
     from runtime.experts.policy import Policy
+    from runtime.experts.usage import LifetimeUsage
 
     MakePolicy = Callable[[ExpertCache], Policy]
 
 logger = logging.getLogger(__name__)
 
-FETCH_SHARE = 0.34
-"""Of the VRAM that is left for experts, what those that prompts fetch may take."""
+PIN_WAIT_SECONDS = 0.05
+"""What the start waits for pinning: small models' experts are pinned then, others meanwhile."""
 
 
 def hold_experts(
     model: Model,
+    planned: GPUPlan,
     shares: Sequence[ShareOpening],
-    settings: GPUSettings,
+    usage: LifetimeUsage | None,
     progress: Progress,
     resources: ExitStack,
 ) -> list[ShareOpening]:
-    """Give every GPU its experts; returns those that do not hold all of theirs.
+    """Give every GPU the experts that are planned for it, or fewer where memory is short; returns
+    those GPUs that do not hold all of theirs.
 
+    usage: of the model's experts; None: it has none
     Raises: ConfigError for variables that name no policy; OutOfDeviceMemory, CudaError.
     """
     for share in shares:
         share.shrink()
-    missing = [share for share in shares if not (share.holds_all and _hold_all(share))]
-    if missing:
-        policies = _policies(model, shares, resources)
-        chosen = [policies[shares.index(share)] for share in missing]
-        _hold_some(model, missing, chosen, settings, progress, resources)
+    missing = [share for share in shares if not (_fits(share) and _hold_all(share))]
+    if missing and usage is not None:
+        known = _known(usage, shares, resources)
+        chosen = [known[shares.index(share)] for share in missing]
+        _hold_some(model, planned, shares, missing, chosen, progress, resources)
     return missing
+
+
+def _fits(share: ShareOpening) -> bool:
+    """Whether all of its experts are to be there, and still fit."""
+    no_experts = not share.model.spec.n_expert_max
+    room = share.planned.expert_bytes <= share.expert_room
+    return holds_all(share.planned) and (no_experts or room)
 
 
 def _hold_all(share: ShareOpening) -> bool:
@@ -60,8 +77,11 @@ def _hold_all(share: ShareOpening) -> bool:
     except OutOfDeviceMemory as error:
         if not share.model.spec.n_expert_max:
             raise
-        logger.warning("%s holds only some experts: %s", share.device.info.name, error)
+        share.planned.settings.notices.add(
+            Reason.SHRUNK, f"{share.device.info.name} holds only some experts: {error}"
+        )
         share.shrink()
+        share.expert_room = min(share.expert_room, share.planned.expert_bytes - 1)
         return False
     return True
 
@@ -71,82 +91,106 @@ def moe_blocks(shares: Sequence[ShareOpening]) -> list[MoeSpec]:
     return [block for share in shares for _, block in moe_layers(share.model.spec)]
 
 
-def _policies(
-    model: Model, shares: Sequence[ShareOpening], resources: ExitStack
-) -> list[MakePolicy]:
-    """Of each GPU's MoE layers: they begin with the model's lifetime use, which is kept.
+def _known(
+    usage: LifetimeUsage, shares: Sequence[ShareOpening], resources: ExitStack
+) -> list[tuple[MakePolicy, NDArray[np.uint64]]]:
+    """Of each GPU's MoE layers: policies that begin with the model's lifetime use, which is kept;
+    and that use.
 
     `resources` saves it at the end, after the caches are closed.
     """
-    from runtime.experts.usage import lifetime_usage
     from runtime.experts.usage_keeper import UsageKeeper
 
-    usage = lifetime_usage(model)
-    keeper = UsageKeeper(usage)
+    given = dict(shares[0].planned.settings.moe_cache)
+    keeper = UsageKeeper(usage, given=given)
     resources.callback(keeper.close)
     logger.info("the first experts on the GPU: by %s", usage.source)
     ends = accumulate(len(moe_blocks([share])) for share in shares)
-    return [keeper.policy(slice(*edges)) for edges in pairwise((0, *ends))]
+    spans = [slice(*edges) for edges in pairwise((0, *ends))]
+    return [(keeper.policy(layers), usage.known[layers]) for layers in spans]
 
 
 def _hold_some(
     model: Model,
+    planned: GPUPlan,
     shares: Sequence[ShareOpening],
-    policies: Sequence[MakePolicy],
-    settings: GPUSettings,
+    missing: Sequence[ShareOpening],
+    known: Sequence[tuple[MakePolicy, NDArray[np.uint64]]],
     progress: Progress,
     resources: ExitStack,
 ) -> None:
-    from runtime.experts.cached_experts import CacheSettings, slots_that_fit
-    from runtime.experts.fetched_experts import FETCHED_TOKENS, fetch_bytes
     from runtime.experts.host_experts import HostExperts
 
-    wanted = settings.moe_expert_cache
-    host = HostExperts(model.weights, moe_blocks(shares))
+    host = HostExperts(model.weights, moe_blocks(missing))
     resources.callback(host.close)
-    counts = [len(moe_blocks([share])) for share in shares]
+    counts = [len(moe_blocks([share])) for share in missing]
     parts = [host.part(slice(*edges)) for edges in pairwise((0, *accumulate(counts)))]
-    both = list(zip(shares, parts, strict=True))
-    fetches = settings.max_step_tokens >= FETCHED_TOKENS and all(
-        fetch_bytes(part.layers) <= FETCH_SHARE * share.expert_room for share, part in both
-    )
-    if fetches or any(
-        wanted and slots_that_fit(part.layers, share.expert_room) > 0 for share, part in both
-    ):
-        _pin(host, shares[0].device, progress)
-    fetches = fetches and host.pinned
-    for (share, part), policy in zip(both, policies, strict=True):
-        fetch = fetch_bytes(part.layers) if fetches else 0
-        slots = slots_that_fit(part.layers, max(share.expert_room - fetch, 0))
-        if wanted != -1:
-            slots = min(slots, wanted)
-        _hold_cached(share, part, CacheSettings(slots, fetches=fetches), policy)
+    pins = planned.settings.load_mode == "pin"
+    experts = _plan_of(model, planned, shares, pinned=pins)
+    if pins and any(experts[shares.index(share)].moves for share in missing):
+        uses = np.concatenate([uses for _, uses in known])
+        _pin(host, missing[0].device, planned.settings, uses, progress)
+        if not host.pins_all:
+            experts = _plan_of(model, planned, shares, pinned=False)
+    for share, part, (policy, _) in zip(missing, parts, known, strict=True):
+        share.expert_plan = experts[shares.index(share)]
+        _hold_cached(share, part, policy)
 
 
-def _hold_cached(
-    share: ShareOpening, part: HostPart, settings: CacheSettings, policy: MakePolicy
-) -> None:
+def _plan_of(
+    model: Model, planned: GPUPlan, shares: Sequence[ShareOpening], *, pinned: bool
+) -> Sequence[ExpertPlan]:
+    """What was planned, or what is left of it where memory is short or experts are not pinned."""
+    rooms = [share.expert_room for share in shares]
+    if pinned and rooms == [share.planned.expert_room for share in shares]:
+        return planned.experts
+    return plan_experts(model, planned.shares, rooms, pinned=pinned, known=planned.known)
+
+
+def _hold_cached(share: ShareOpening, part: HostPart, policy: MakePolicy) -> None:
     """Hold some experts: fewer, where the GPU's memory is fuller than it seemed."""
-    from runtime.experts.cached_experts import CachedExperts
+    from runtime.experts.cached_experts import CachedExperts, CacheSettings
+    from runtime.experts.whole_layers import WholeLayers
 
+    plan = share.expert_plan
+    settings = CacheSettings(max(plan.slots, default=0), fetches=plan.fetch_bytes > 0)
+    make = policy
+    if plan.holding is Holding.LAYERS:
+        settings = replace(settings, layer_slots=plan.slots, uploads_a_step=0)
+        make = lambda cache: WholeLayers(policy(cache))  # noqa: E731
     while True:
         try:
-            experts = CachedExperts(share.device, share.model.spec, part, settings, policy)
+            experts = CachedExperts(share.device, share.model.spec, part, settings, make)
         except OutOfDeviceMemory as error:
             if settings.slots == 0:
                 raise
-            fewer = settings.slots // 2
-            name = share.device.info.name
-            logger.warning("%s holds %d experts a layer at most: %s", name, fewer, error)
-            settings = replace(settings, slots=fewer)
+            settings, share.expert_plan = settings.halved(), share.expert_plan.halved()
+            share.planned.settings.notices.add(
+                Reason.SHRUNK,
+                f"{share.device.info.name} holds {settings.slots} experts a layer at most: {error}",
+            )
         else:
             share.hold(experts)
+            _tell_still(share)
             return
 
 
-def _pin(host: HostExperts, device: Device, progress: Progress) -> None:
-    """Let GPUs copy from where the experts lie; without that nothing is swapped."""
-    progress.start("pinning experts", host.n_bytes >> 20, "MiB")
-    host.pin(device, lambda n_bytes: progress.advance(n_bytes >> 20))
-    if host.why_not_pinned:
-        logger.warning("the experts on the GPU stay what they are: %s", host.why_not_pinned)
+def _tell_still(share: ShareOpening) -> None:
+    """Say so where no expert will move although that was left to us."""
+    plan, settings = share.expert_plan, share.planned.settings
+    still = not any(plan.slots) or plan.holding is Holding.LAYERS
+    if still and settings.moe_expert_cache != 0:
+        settings.notices.add(Reason.CACHE_OFF, f"{share.device.info.name}: {plan.reason}")
+
+
+def _pin(
+    host: HostExperts,
+    device: Device,
+    settings: GPUSettings,
+    uses: NDArray[np.uint64],
+    progress: Progress,
+) -> None:
+    """Let GPUs copy from where the experts lie, as soon as they are pinned; see docs/loading.md."""
+    progress.start("pinning experts")
+    tell = partial(settings.notices.add, Reason.UNPINNED)
+    host.pin(device, uses, wait=PIN_WAIT_SECONDS, tell=tell)

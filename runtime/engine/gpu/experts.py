@@ -18,16 +18,25 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
 from runtime.engine.gpu.control import Delta
 from runtime.engine.gpu.plan_parts import Fetches
-from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
+from runtime.engine.gpu.transfer import transfer_all, transfer_of
+from runtime.experts.totals import ExpertTotals, StepUse
 from runtime.models.model import Model
 from runtime.models.spec import Linear, ModelSpec, MoeSpec
+from runtime.profiling.record import Span
 
 U64 = NDArray[np.uint64]
+I8 = NDArray[np.int8]
 I32 = NDArray[np.int32]
 
 
 class StepExperts(Protocol):
     """What the executor asks of whatever holds the experts."""
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether steps may fetch what they miss: experts are pinned in the background, and until
+        then prompts are performed in parts that the CPU serves."""
+        ...
 
     def before_step(self) -> Sequence[Delta]:
         """Changes of the table that the next step begins with; called once a step."""
@@ -37,9 +46,18 @@ class StepExperts(Protocol):
         """The step was launched: time for whatever no step waits for."""
         ...
 
-    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
+    def after_step(self, choices: I32, *, fetched: bool = False) -> tuple[StepUse, ...]:
         """The step has ended, well or not; `choices` i32[n_moe_layers, n_tokens, n_used] are the
-        experts that it used, of no token if that is not known; it `fetched` what it missed."""
+        experts that it used, of no token if that is not known; it `fetched` what it missed.  What
+        served them, for each GPU where that changes."""
+        ...
+
+    def totals(self) -> ExpertTotals | None:
+        """Who served the experts so far; None where they are all on the GPU."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """When the links carried experts since the last call."""
         ...
 
     def describe(self) -> dict[str, object]: ...
@@ -70,6 +88,11 @@ class ExpertStore(StepExperts, Protocol):
 
     def table(self) -> U64:
         """The table before the first step."""
+        ...
+
+    def show(self, kinds: I8) -> None:
+        """Keep i8[n_layers, n_expert] up to date: 0 for the experts that the next step has the CPU
+        compute."""
         ...
 
     def close(self) -> None: ...
@@ -122,6 +145,7 @@ class ResidentExperts:
     is_complete = True
     max_deltas = 0
     fetches = None
+    may_fetch = False
 
     def __init__(self, device: Device, model: Model) -> None:
         """Allocates; `load` fills.  Raises: OutOfDeviceMemory, CudaError."""
@@ -136,9 +160,9 @@ class ResidentExperts:
         self._buffer = DeviceBuffer(device, max(end, 1), "experts")
 
     def load(self, moved: Callable[[int], None]) -> None:
-        """Move everything to the GPU; see `DeviceWeights.load`."""
+        """Move everything to the GPU; see `WeightMemory.load`."""
         transfers = [
-            Transfer(self._buffer.address + offset, flat(self._model.weights[name].data))
+            transfer_of(self._buffer.address + offset, self._model.weights[name])
             for name, offset in self._offsets.items()
         ]
         transfer_all(self._buffer.device, transfers, moved)
@@ -154,14 +178,24 @@ class ResidentExperts:
                 table[layer, : block.n_expert, column] = first + experts * np.uint64(stride)
         return table
 
+    def show(self, kinds: I8) -> None:
+        """The CPU computes none of them: nothing changes."""
+
     def before_step(self) -> Sequence[Delta]:
         return ()
 
     def while_running(self) -> None:
         """There is nothing to move."""
 
-    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
+    def after_step(self, choices: I32, *, fetched: bool = False) -> tuple[StepUse, ...]:
         """Nothing depends on what was used."""
+        return ()
+
+    def totals(self) -> ExpertTotals | None:
+        return None
+
+    def take_spans(self) -> list[Span]:
+        return []
 
     def describe(self) -> dict[str, object]:
         if not self._model.spec.n_expert_max:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ops.exchange import FORECAST_TOKENS
 from ops.gpu import router as router_kernel
 from ops.gpu.expert import ADDRESSES
+from ops.gpu.mailbox import NO_FORECAST, Forecast
 from ops.gpu.router import route
 from runtime.engine.gpu.expert_launches import (
     GateUp,
@@ -24,6 +26,7 @@ from runtime.engine.gpu.matrix_launches import (
     want_inputs,
 )
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
+from runtime.models.linear import Linear
 from runtime.models.spec import DenseSpec, FeedForward, MoeSpec, RouterScore
 
 SCORES = {
@@ -99,13 +102,18 @@ class FeedForwardLaunches:
         parts, router = self._parts, block.router
         n, n_slots = parts.n_tokens, parts.n_tokens * block.n_used
         gate = block.shared.gate if block.shared is not None else None
+        number = self._moe_layers.index(layer)
         gate_at = -(-block.n_expert // FLOATS) * FLOATS
-        stride = gate_at + (0 if gate is None else FLOATS)
+        ahead_at = gate_at + (0 if gate is None else FLOATS)
+        ahead = self._router_ahead(number, router.linear)
+        n_ahead = 0 if ahead is None else -(-ahead.n_out // FLOATS) * FLOATS
+        stride = ahead_at + n_ahead
         logits = parts.room.place(f"router logits {stride}", 4 * n * stride)
         products = [Product(router.linear)] + ([] if gate is None else [Product(gate, gate_at)])
+        products += [] if ahead is None else [Product(ahead, ahead_at)]
         out = Output(logits, stride)
         add_products(parts, f"{layer}.router", products, x, out, parts.token_count, n)
-        number = self._moe_layers.index(layer)
+        forecast_bytes = 4 * ((n - 1) * stride + n_ahead)
         routed = Routed(
             layer=number,
             choices=choices_place(parts) + 4 * number * n * choices_shape(parts.model.spec, n)[2],
@@ -114,6 +122,9 @@ class FeedForwardLaunches:
             shared_weights=parts.room.place("shared weights", 4 * n),
             table=self._layer_table(layer),
             next_table=self._next_table(number),
+            forecast=NO_FORECAST
+            if ahead is None
+            else Forecast(logits + 4 * ahead_at, 4 * stride, forecast_bytes),
         )
         parts.plan.add(
             f"{layer}.route",
@@ -143,6 +154,19 @@ class FeedForwardLaunches:
             overlapped=parts.overlapped,
         )
         return routed
+
+    def _router_ahead(self, number: int, router: Linear) -> Linear | None:
+        """The next MoE layer's router, if the CPU is to know what it makes of this layer's input;
+        it must be alike, so that both are one launch."""
+        parts, behind = self._parts, self._moe_layers[number + 1 :]
+        if parts.mailboxes is None or parts.n_tokens > FORECAST_TOKENS or not behind:
+            return None
+        block = parts.model.spec.layers[behind[0]].feed_forward
+        if not isinstance(block, MoeSpec):
+            return None
+        ahead = block.router.linear
+        formats = {parts.format_of(linear.weight).name for linear in (router, ahead)}
+        return ahead if len(formats) == 1 and ahead.n_in == router.n_in else None
 
     def _layer_table(self, layer: int) -> int:
         """Address of a layer's part of the table of experts."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.engine.gpu.captured_steps import CapturedStep
+from runtime.engine.gpu.expert_memory import ExpertMemories
 from runtime.engine.gpu.experts import StepExperts
 from runtime.engine.gpu.gathered_rows import GatheredRows
+from runtime.engine.gpu.gpu_plan import GPUPlan
 from runtime.engine.gpu.links import Links
 from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.step_shape import StepShape, StepShapes
@@ -23,6 +28,8 @@ class GPUParts:
     states    of sequences; None: the model has none
     exchange  has the CPU compute missed experts; None: there are none
     links     between several GPUs; None: there is one
+    planned   what it holds, and why
+    memory    of the experts, which may grow and shrink between steps
     memories  rows that the host gathers for each step; None: the model has no such tables
     """
 
@@ -36,6 +43,8 @@ class GPUParts:
     results: Results
     resources: ExitStack
     facts: dict[str, object]
+    planned: GPUPlan
+    memory: ExpertMemories
     links: Links | None = None
     memories: GatheredRows | None = None
 
@@ -56,7 +65,7 @@ class PageSizes(Protocol):
 
 
 class Pages(Protocol):
-    """See `runtime.engine.gpu.kv.GPUPages`."""
+    """See `runtime.engine.gpu.kv.PageMemory`."""
 
     n_pages: int
     n_bytes: int
@@ -73,7 +82,7 @@ class Pages(Protocol):
 
 
 class States(Protocol):
-    """See `runtime.engine.gpu.state_slots.GPUStates`."""
+    """See `runtime.engine.gpu.state_slots.StateMemory`."""
 
     n_slots: int
 
@@ -95,15 +104,22 @@ class Steps(Protocol):
 
     def is_captured(self, shape: StepShape) -> bool: ...
 
+    def all(self) -> list[CapturedStep]: ...
+
+    def drop(self, shapes: Iterable[StepShape]) -> None: ...
+
 
 class Exchange(Protocol):
     """See `runtime.experts.exchange.Exchange`."""
 
-    @property
-    def idle(self) -> bool: ...
+    def ended(self, epoch: int) -> bool: ...
 
-    def begin(self, epoch: int) -> None: ...
+    def begin(self, epoch: int, *, behind: bool = False) -> None: ...
 
-    def check(self, epoch: int) -> None: ...
+    def check(self, epoch: int, *, behind: bool = False) -> None: ...
 
     def abort(self) -> None: ...
+
+    def layer_times(self, epoch: int) -> NDArray[np.float64]: ...
+
+    def team_seconds(self) -> tuple[float, float]: ...

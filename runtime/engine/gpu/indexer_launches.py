@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ops.gpu.attention_copies import LIST_KEYS
 from ops.gpu.heads import NORM_HEAD, NORM_NONE, heads, heads_grid, heads_shared_bytes
 from ops.gpu.indexer import (
     MAX_DIM,
-    SLICES,
     index_keys,
     index_keys_grid,
     index_scores,
+    index_scores_grid,
+    index_scores_shared_bytes,
+    index_scores_tokens,
     index_select,
+    index_select_block,
+    list_keys,
 )
 from runtime.engine.gpu.kv import LayerCache
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products
+from runtime.engine.gpu.paged_attention import KeyChoice
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
 from runtime.engine.gpu.rope_fields import rope_fields
+from runtime.engine.step import StepKind
 from runtime.models.indexer import IndexerSpec
 from runtime.models.linear import Linear
 from runtime.models.rope import RopePairing
@@ -34,12 +41,12 @@ NOTHING_KEPT = {
 class IndexerLaunches:
     """Adds what comes before the attention of layers with an indexer.
 
-    masks  address of the last choice, u32[n_tokens, pages]; 0: every earlier key is read
+    choice  the last one; None: every earlier key is read
     """
 
     def __init__(self, parts: PlanParts) -> None:
         self._parts = parts
-        self.masks = 0
+        self.choice: KeyChoice | None = None
 
     def add(
         self,
@@ -68,7 +75,7 @@ class IndexerLaunches:
         add_products(parts, f"{layer}.index", products, x, out, parts.token_count, n)
         places = {name: (rows + 4 * start, at) for name, start in starts.items()}
         self._keys(layer, indexer, cache, places)
-        self.masks = 0
+        self.choice = None
         if parts.shape.n_context // indexer.block <= indexer.n_best:
             return
         if narrow is not None:
@@ -160,7 +167,9 @@ class IndexerLaunches:
         places: dict[str, tuple[int, int]],
     ) -> None:
         parts, n = self._parts, self._parts.n_tokens
-        max_blocks = -(-parts.shape.n_context // indexer.block)
+        max_blocks = -(-parts.shape.n_context // (indexer.block * FLOATS)) * FLOATS
+        n_head, dim = indexer.n_head, indexer.head_dim
+        tokens = index_scores_tokens(n, n_head, dim, parts.gpu.block_shared_bytes)
         scores = parts.room.place(f"index scores {max_blocks}", 4 * n * max_blocks)
         query, weight = places["query"], places.get("weight", (0, 0))
         sizes = {"block": indexer.block, "n_best": indexer.n_best, "max_blocks": max_blocks}
@@ -168,7 +177,7 @@ class IndexerLaunches:
         parts.plan.add(
             f"{layer}.index_scores",
             index_scores(overlapped=parts.overlapped),
-            (max(1, SLICES // n), n),
+            index_scores_grid(n, tokens),
             {
                 **step,
                 **sizes,
@@ -179,21 +188,50 @@ class IndexerLaunches:
                 "weights": weight[0],
                 "weights_stride": weight[1],
                 "scores": scores,
-                "n_head": indexer.n_head,
-                "dim": indexer.head_dim,
+                "n_head": n_head,
+                "dim": dim,
+                "tokens": tokens,
                 "scale": indexer.scale,
+            },
+            shared_bytes=index_scores_shared_bytes(n_head, dim, tokens),
+            overlapped=parts.overlapped,
+        )
+        choice = self.choice = self._room(indexer)
+        parts.plan.add(
+            f"{layer}.index_select",
+            index_select(index_select_block(max_blocks), overlapped=parts.overlapped),
+            (n,),
+            {
+                **step,
+                **sizes,
+                "rows": parts.control("rows"),
+                "page_tables": parts.control("page_tables"),
+                "table_stride": parts.layout.max_pages,
+                "scores": scores,
+                "lists": choice.lists,
+                "list_stride": choice.list_stride,
+                "ends": choice.ends,
+                "masks": choice.masks,
+                "mask_stride": choice.mask_stride,
             },
             overlapped=parts.overlapped,
         )
-        stride = parts.layout.max_pages
+
+    def _room(self, indexer: IndexerSpec) -> KeyChoice:
+        """Where choices go; masks are for prompts."""
+        room, n, pages = self._parts.room, self._parts.n_tokens, self._parts.layout.max_pages
+        n_keys = list_keys(indexer.block, indexer.n_best)
+        stride = n_keys // LIST_KEYS
+        wants_masks = self._parts.shape.kind is StepKind.PREFILL
         # A unit of keys is two pages: one word further may be read, and what it says is not used.
-        self.masks = parts.room.place(f"key masks {stride}", 4 * (n * stride + 1))
-        parts.plan.add(
-            f"{layer}.index_select",
-            index_select(overlapped=parts.overlapped),
-            (n,),
-            {**step, **sizes, "scores": scores, "masks": self.masks, "mask_stride": stride},
-            overlapped=parts.overlapped,
+        masks = room.place(f"key masks {pages}", 4 * (n * pages + 1)) if wants_masks else 0
+        return KeyChoice(
+            lists=room.place(f"key lists {stride}", 4 * n * stride),
+            list_stride=stride,
+            ends=room.place("key list ends", 4 * n),
+            masks=masks,
+            mask_stride=pages,
+            n_keys=n_keys,
         )
 
     def _pages(self, cache: LayerCache) -> dict[str, int]:
@@ -220,6 +258,8 @@ def inputs(indexer: IndexerSpec, *, is_narrow: bool) -> dict[str, Linear]:
 def indexer_obstacles(indexer: IndexerSpec) -> Iterator[str]:
     """Why the kernels cannot choose so."""
     rope, dim = indexer.rope, indexer.head_dim
+    if indexer.block % LIST_KEYS:
+        yield f"a choice among blocks of {indexer.block} tokens"
     if dim % 16 or dim > MAX_DIM:
         yield f"a choice of keys by {dim} values"
     if rope is not None and (rope.pairing is not RopePairing.NEOX or rope.n_rot % 8):

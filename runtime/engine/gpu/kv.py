@@ -1,4 +1,4 @@
-"""GPUPages: the memory of all layers' attention keys and values on a GPU, cut into pages."""
+"""GPUPages: all layers' attention keys and values on a GPU, cut into pages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ops.gpu.kv_layout import PAGE_TOKENS, GPUPageLayout
 from runtime.cuda.device import Device, DeviceInfo
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer, slot_bytes
 from runtime.cuda.stream import Stream
+from runtime.engine.gpu.weights import PLANNED_ADDRESS
 from runtime.errors import ConfigError, EngineBug
 from runtime.models.delta_net import DeltaNetSpec
 from runtime.models.latent_attention import LatentAttentionSpec
@@ -128,18 +129,19 @@ def index_page_bytes(mixer: Mixer) -> int:
 
 
 class GPUPages:
-    """Pages of one executor.  Moving them is for the time between steps."""
+    """Where the pages of one executor lie, if the first layer's lie at `base`."""
 
     page_tokens = PAGE_TOKENS
 
-    def __init__(self, device: Device, sizes: CacheSizes, n_pages: int) -> None:
-        """Raises: OutOfDeviceMemory, CudaError."""
-        self.sizes, self.n_pages = sizes, n_pages
+    def __init__(
+        self, sizes: CacheSizes, n_pages: int, gpu: DeviceInfo, base: int = PLANNED_ADDRESS
+    ) -> None:
+        """gpu: in whose memory they are."""
+        self.sizes, self.n_pages, self.gpu = sizes, n_pages, gpu
         self.n_bytes = sizes.n_bytes(n_pages)
-        self._buffer = DeviceBuffer(device, max(self.n_bytes, 1), "keys and values")
         self._parts: list[tuple[int, int]] = []  # (address, bytes of a page) of every side
         self.layers: list[LayerCache | None] = []
-        at = self._buffer.address
+        at = base
         for layer in sizes.layers:
             if layer is None:
                 self.layers.append(None)
@@ -162,17 +164,22 @@ class GPUPages:
             )
             self.layers.append(cache)
 
-    @property
-    def gpu(self) -> DeviceInfo:
-        """The GPU in whose memory they are."""
-        return self._buffer.device.info
-
     def layer(self, index: int) -> LayerCache:
         """The cache of a layer.  Raises: EngineBug where it has none."""
         cache = self.layers[index]
         if cache is None:
             raise EngineBug(f"layer {index} has no keys and values")
         return cache
+
+
+class PageMemory(GPUPages):
+    """Pages of one executor.  Moving them is for the time between steps."""
+
+    def __init__(self, device: Device, sizes: CacheSizes, n_pages: int) -> None:
+        """Raises: OutOfDeviceMemory, CudaError."""
+        n_bytes = max(sizes.n_bytes(n_pages), 1)
+        self._buffer = DeviceBuffer(device, n_bytes, "keys and values")
+        super().__init__(sizes, n_pages, device.info, self._buffer.address)
 
     def clear(self, stream: Stream) -> None:
         """Zeros everywhere, so that nothing in a page is ever not a number by chance."""

@@ -22,7 +22,13 @@ from runtime.engine.gpu.matrix_launches import (
     joined,
     want_inputs,
 )
-from runtime.engine.gpu.paged_attention import PagedAttention, add_attention, prompt_splits
+from runtime.engine.gpu.paged_attention import (
+    PagedAttention,
+    add_attention,
+    add_latent_prompt,
+    latent_prompt_shape,
+    prompt_splits,
+)
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
 from runtime.engine.gpu.rope_fields import rope_fields
 from runtime.engine.gpu.row_launches import add_norm, add_records
@@ -89,10 +95,10 @@ class LatentLaunches:
             n_head=n_head,
             q=queries,
             out=mixed,
-            masks=self._indexers.masks if chooses else 0,
+            choice=self._indexers.choice if chooses else None,
         )
         mixed_at = mixed.want("f32")
-        add_attention(parts, attention, self._max_splits(mixer))
+        self._attend(mixer, attention)
         values = DeviceRows(
             parts.room, f"head values {n_head * mixer.dim_v}", n, n_head * mixer.dim_v
         )
@@ -102,11 +108,15 @@ class LatentLaunches:
         add_records(parts, f"{layer}.attention_output", values_at, values)
         return add_output(parts, layer, mixer.output, values)
 
-    def _max_splits(self, mixer: LatentAttentionSpec) -> int:
-        """Of a token's keys."""
-        if self._parts.shape.kind is StepKind.PREFILL:
-            return prompt_splits(mixer.n_head, 1)
-        return max_splits(mixer.n_head, 1, WIDE_BLOCKS_AT_ONCE)
+    def _attend(self, mixer: LatentAttentionSpec, attention: PagedAttention) -> None:
+        """Its launches: many rows share their keys in prompts, where a kernel takes them."""
+        parts = self._parts
+        if parts.shape.kind is not StepKind.PREFILL:
+            add_attention(parts, attention, max_splits(mixer.n_head, 1, WIDE_BLOCKS_AT_ONCE))
+        elif shape := latent_prompt_shape(parts, attention):
+            add_latent_prompt(parts, attention, shape)
+        else:
+            add_attention(parts, attention, prompt_splits(mixer.n_head, 1))
 
     def _project(self, layer: int, mixer: LatentAttentionSpec, x: DeviceRows) -> Projected:
         """The products of x, and those of the narrow queries where there are such."""

@@ -6,8 +6,9 @@ each waits for a word of its own memory that the other one stores; else all of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import ClassVar
 
 import numpy as np
 
@@ -97,6 +98,11 @@ class Links:
 
     done  addresses for the GPUs but the last: the u32 that gets the number of a step that ended
     """
+
+    PLANNED: ClassVar[Mapping[str, int]] = dict.fromkeys(
+        ("source", "target", "given", "taken", "stride", "counter", "words", "patience", "link"), 0
+    )
+    """Arguments of links that are only planned."""
 
     def __init__(self, devices: Sequence[Device], stride: int) -> None:
         """devices in the order of their layers.  Raises: as `Link`."""

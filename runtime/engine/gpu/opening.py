@@ -6,29 +6,29 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ops.gpu.kv_layout import PAGE_TOKENS
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver, open_driver
 from runtime.cuda.module import CubinCache
-from runtime.engine.executor import ExecutorLimits
+from runtime.engine.gpu.captured_steps import CapturedSteps
 from runtime.engine.gpu.control import ControlRing
-from runtime.engine.gpu.devices import layers_of_each, open_devices
+from runtime.engine.gpu.devices import open_devices
 from runtime.engine.gpu.executor import GPUExecutor
+from runtime.engine.gpu.expert_memory import ExpertMemories, ExpertMemory
 from runtime.engine.gpu.expert_opening import hold_experts, moe_blocks
 from runtime.engine.gpu.experts import choices_shape
 from runtime.engine.gpu.gathered_rows import GatheredRows
 from runtime.engine.gpu.gpu_parts import GPUParts
+from runtime.engine.gpu.gpu_plan import GPUPlan, plan_gpus
 from runtime.engine.gpu.latent_launches import most_tokens
-from runtime.engine.gpu.links import Link, Links
-from runtime.engine.gpu.memory_launches import memory_values
+from runtime.engine.gpu.links import Links
 from runtime.engine.gpu.plan_parts import Mailboxes
 from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.settings import GPUSettings
-from runtime.engine.gpu.share import shares_of
 from runtime.engine.gpu.share_opening import ShareOpening
 from runtime.engine.gpu.split import (
     SplitExperts,
@@ -40,9 +40,12 @@ from runtime.engine.gpu.split import (
 from runtime.engine.gpu.step_graph import logits_stride
 from runtime.engine.gpu.step_shape import LARGEST_BATCH, StepShapes
 from runtime.engine.gpu.support import obstacles
+from runtime.engine.machine import GPUFacts
 from runtime.engine.step import StepKind
 from runtime.errors import ConfigError, DeviceUnavailable
+from runtime.experts.usage import LifetimeUsage, lifetime_usage
 from runtime.models.model import Model
+from runtime.notices import Reason
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ a time."""
 
 def open_gpu_executor(
     model: Model,
-    settings: GPUSettings,
+    settings: GPUSettings | Sequence[GPUSettings],
     progress: Progress,
     *,
     driver: Driver | None = None,
@@ -69,6 +72,7 @@ def open_gpu_executor(
 ) -> GPUExecutor:
     """Take the GPUs, load the weights and the kernels.  Blocks: call it off the loop.
 
+    settings: of several the first that fit the GPUs' memory count
     Raises: DeviceUnavailable with the reason where the model cannot be computed here; ConfigError,
     OutOfDeviceMemory, CudaError, PtxCompileError.
     """
@@ -77,9 +81,27 @@ def open_gpu_executor(
         raise DeviceUnavailable(f"the GPU's kernels lack: {', '.join(reasons)}")
     with ExitStack() as resources:
         progress.start("opening the GPU")
-        devices = open_devices(driver or open_driver(), settings, len(model.spec.layers), resources)
-        opening = _Opening(model, settings, progress, devices, resources)
+        proposed = [settings] if isinstance(settings, GPUSettings) else list(settings)
+        opened = open_devices(
+            driver or open_driver(), proposed[0], len(model.spec.layers), resources
+        )
+        gpus = [GPUFacts(device.info, device.free_bytes()) for device in opened]
+        refused = partial(proposed[0].notices.add, Reason.PROFILE_REFUSED)
+        usage = lifetime_usage(model, tell=refused) if model.spec.n_expert_max else None
+        known = None if usage is None else usage.known
+        plan = plan_gpus(model, proposed, gpus, known)
+        devices = _used(opened, plan)
+        opening = _Opening(model, plan, usage, progress, devices, resources)
         return opening.executor(cache if cache is not None else CubinCache())
+
+
+def _used(devices: Sequence[Device], plan: GPUPlan) -> list[Device]:
+    """The devices of the plan; the others are closed."""
+    used = {share.gpu.info.index for share in plan.shares}
+    for device in devices:
+        if device.info.index not in used:
+            device.close()
+    return [device for device in devices if device.info.index in used]
 
 
 class _Opening:
@@ -88,36 +110,30 @@ class _Opening:
     def __init__(
         self,
         model: Model,
-        settings: GPUSettings,
+        plan: GPUPlan,
+        usage: LifetimeUsage | None,
         progress: Progress,
         devices: Sequence[Device],
         resources: ExitStack,
     ) -> None:
-        self.model, self.settings, self.progress = model, settings, progress
+        self.model, self.planned, self.progress = model, plan, progress
+        self.usage = usage
+        self.settings, self.limits = plan.settings, plan.limits
         self.devices, self.resources = devices, resources
-        spec = model.spec
-        self.limits = ExecutorLimits(
-            n_vocab=spec.n_vocab,
-            n_pages=-(-settings.n_ctx // PAGE_TOKENS),
-            page_tokens=PAGE_TOKENS,
-            max_step_tokens=settings.max_step_tokens,
-            max_sequences=settings.max_sequences,
-        )
-        counts = layers_of_each(model, settings, devices, self.limits.n_pages)
         self.shares = [
-            ShareOpening(share, device, settings, resources)
-            for share, device in zip(shares_of(model, counts), devices, strict=True)
+            ShareOpening(share, experts, device, resources)
+            for share, experts, device in zip(plan.shares, plan.experts, devices, strict=True)
         ]
         self.links: Links | None = None
 
     def executor(self, cache: CubinCache) -> GPUExecutor:
         own, shares = self.resources.callback, self.shares
         for share in shares:
-            share.open_dense(self.limits)
-        self._open_states()
+            share.open_dense()
         self._link()
-        self._measure()
-        missing = hold_experts(self.model, shares, self.settings, self.progress, self.resources)
+        missing = hold_experts(
+            self.model, self.planned, shares, self.usage, self.progress, self.resources
+        )
         shapes = self._shared_shapes(missing) if missing else self._shapes()
         firsts, n_choices = self._choices(missing, shapes)
         results = self._results(shapes, n_choices)
@@ -146,37 +162,44 @@ class _Opening:
             results=results,
             resources=ExitStack(),
             facts=self._facts(),
+            memory=ExpertMemories(
+                [
+                    ExpertMemory(
+                        share.device, share.planned, share.expert_plan, share.experts, share.memory
+                    )
+                    for share in missing
+                ],
+                self.settings.notices,
+            ),
+            planned=replace(self.planned, experts=tuple(share.expert_plan for share in shares)),
             memories=GatheredRows(self.model) if self.model.spec.memory_tables else None,
         )
         if self.links is not None:
-            parts.stream = SplitStream([share.stream for share in shares])
-            parts.pages = SplitPages([share.pages for share in shares])
-            if self.limits.n_state_slots:
-                parts.states = SplitStates([share.states for share in shares])
-            layers = [len(moe_blocks([share])) if share in missing else 0 for share in shares]
-            rows = [share.first_row for share in shares]
-            parts.experts = SplitExperts([share.experts for share in shares], rows, layers)
-            parts.steps = SplitSteps(steps, self.links)
-            parts.links = self.links
+            self._split(parts, missing, steps, self.links)
         self.progress.start("capturing graphs")
         for shape in shapes.first(StepKind.DECODE):
             parts.steps.of(shape)
         parts.resources = self.resources.pop_all()
         return GPUExecutor(self.limits, parts)
 
-    def _open_states(self) -> None:
-        """The states of sequences, which the limits then tell of.
-
-        Raises: ConfigError, OutOfDeviceMemory.
-        """
-        slots = [n for share in self.shares if (n := share.state_slots())]
-        if not slots:
-            return
-        for share in self.shares:
-            share.open_states(min(slots))
-        self.limits = replace(
-            self.limits, n_state_slots=min(slots), n_previous=self.model.spec.n_previous
-        )
+    def _split(
+        self,
+        parts: GPUParts,
+        missing: Sequence[ShareOpening],
+        steps: Sequence[CapturedSteps],
+        links: Links,
+    ) -> None:
+        """Of several GPUs: what belongs to each, behind the interfaces of what belongs to one."""
+        shares = self.shares
+        parts.stream = SplitStream([share.stream for share in shares])
+        parts.pages = SplitPages([share.pages for share in shares])
+        if self.limits.n_state_slots:
+            parts.states = SplitStates([share.states for share in shares])
+        layers = [len(moe_blocks([share])) if share in missing else 0 for share in shares]
+        rows = [share.first_row for share in shares]
+        parts.experts = SplitExperts([share.experts for share in shares], rows, layers)
+        parts.steps = SplitSteps(steps, links)
+        parts.links = links
 
     def _link(self) -> None:
         """Join the GPUs, if there are several."""
@@ -191,21 +214,6 @@ class _Opening:
         for share in self.shares:
             share.first_row = first_row
             first_row += share.n_rows
-
-    def _measure(self) -> None:
-        shapes = self._shapes()
-        link_bytes = 0
-        if self.links is not None:
-            link_bytes = Link.n_bytes(shapes.max_batch * self.shares[0].share.row_bytes)
-        values = [memory_values(share.model.spec) for share in self.shares]
-        has_states = self.limits.n_state_slots > 0
-        for index, share in enumerate(self.shares):
-            share.measure(
-                shapes.biggest(),
-                link_bytes,
-                has_states=has_states,
-                memories=(sum(values), sum(values[:index])),
-            )
 
     def _shapes(self) -> StepShapes:
         """Of a model whose experts are all on GPUs."""
@@ -253,6 +261,8 @@ class _Opening:
         """What has the CPU compute the experts that are not on GPUs."""
         from ops.cpu.team import TeamError, acquire_team
         from runtime.experts.exchange import Exchange, ExchangeSizes
+        from runtime.experts.host_experts import layer_experts
+        from runtime.experts.page_reader import page_reader
 
         self.progress.start("preparing CPU kernels")
         try:
@@ -270,6 +280,8 @@ class _Opening:
             results.done_host,
         )
         self.resources.callback(exchange.close)
+        experts = [layer_experts(self.model.weights, block) for block in moe_blocks(missing)]
+        self.resources.enter_context(page_reader(exchange.memory, experts))
         return exchange
 
     def _test_exchange(self, exchange: Exchange | None, share: ShareOpening) -> None:
@@ -308,7 +320,9 @@ class _Opening:
             mailboxes: Mailboxes | None = None
             if exchange is not None and share in missing:
                 mailboxes = exchange if first == 0 else exchange.on(share.device, first)
-                first += len(moe_blocks([share]))
+                n_layers = len(moe_blocks([share]))
+                share.experts.show(exchange.missing[first : first + n_layers])
+                first += n_layers
             share.plan(mailboxes, max_deltas, largest)
 
     def _assemble(self, cache: CubinCache) -> None:

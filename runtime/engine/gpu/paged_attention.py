@@ -19,6 +19,21 @@ from ops.gpu.attention import (
     n_splits,
     partials_bytes,
 )
+from ops.gpu.latent_attention import (
+    DIM_V,
+    DIMS_K,
+    JOINED_VALUES,
+    MAX_JOINED,
+    ROWS,
+    LatentDecodeShape,
+    LatentPromptShape,
+    latent_decode,
+    latent_decode_grid,
+    latent_join,
+    latent_join_grid,
+    latent_prompt,
+    latent_prompt_grid,
+)
 from ops.quants.block import ActivationKind
 from runtime.engine.gpu.kv import LayerCache
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
@@ -26,6 +41,22 @@ from runtime.engine.gpu.row_launches import add_records
 
 PROMPT_BLOCKS = 4
 """Blocks that a token of a prompt gets, at least."""
+
+
+@dataclass(frozen=True)
+class KeyChoice:
+    """What tokens read, see `ops.gpu.indexer.index_select`: addresses, and values from one token's
+    to the next.
+
+    n_keys  the most that one reads
+    """
+
+    lists: int
+    list_stride: int
+    ends: int
+    masks: int
+    mask_stride: int
+    n_keys: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +68,7 @@ class PagedAttention:
     out     rows of n_head * dim_v values
     window  a key is seen while position - key < window; 0: every earlier key
     sinks, gates   addresses, 0: none; see `ops.gpu.attention`
-    masks   of the keys that each token reads, see `IndexerLaunches`; 0: every earlier key
+    choice  which keys each token reads; None: every earlier key
     """
 
     name: str
@@ -51,7 +82,7 @@ class PagedAttention:
     gate_row: int = 0
     gate_stride: int = 0
     value_scale: float = 1.0
-    masks: int = 0
+    choice: KeyChoice | None = None
 
     @property
     def group(self) -> int:
@@ -78,45 +109,78 @@ def add_attention(parts: PlanParts, a: PagedAttention, max_splits: int) -> None:
 
     max_splits: the same for every launch whose tokens shall have the same bits.
     """
-    shape = replace(attention_shape(parts, a.cache), chooses=a.masks != 0)
-    n_head_kv, dim_v = a.cache.n_head_kv, a.cache.values.dim
-    splits = n_splits(parts.shape.n_context - 1, max_splits, a.window)
+    choice, dim_v = a.choice, a.cache.values.dim
+    n_keys = parts.shape.n_context if choice is None else choice.n_keys
+    positions = parts.control("positions") if choice is None else choice.ends
+    splits = n_splits(n_keys - 1, max_splits, a.window)
     sizes = partials_bytes(splits, a.n_head, dim_v, parts.n_tokens)
     partials = parts.room.place(f"attention partials {sizes[0]}", sizes[0])
     states = parts.room.place(f"attention states {sizes[1]}", sizes[1])
-    parts.plan.add(
-        a.name,
-        attention(shape),
-        attention_grid(splits, a.n_head, n_head_kv, parts.n_tokens),
-        {
-            **_reading(parts, a),
-            "partials": partials,
-            "states": states,
-            "max_splits": max_splits,
-            **_choice(parts, a),
-        },
-        shared_bytes=attention_shared_bytes(shape),
-        overlapped=parts.overlapped,
-    )
+    between = {"partials": partials, "states": states, "max_splits": max_splits}
+    _add_splits(parts, a, splits, {**_reading(parts, a), "positions": positions, **between})
+    given = {
+        **between,
+        "counts": parts.token_count,
+        "positions": positions,
+        "out": a.out.wanted("f32"),
+        "n_head": a.n_head,
+        "dim_v": dim_v,
+        "n_splits": splits,
+    }
+    if _wants_rows_alone(a) and max_splits <= MAX_JOINED:
+        parts.plan.add(
+            f"{a.name}_join",
+            latent_join(overlapped=parts.overlapped),
+            latent_join_grid(a.n_head, dim_v, parts.n_tokens),
+            given,
+            overlapped=parts.overlapped,
+        )
+        return
     parts.plan.add(
         f"{a.name}_join",
         attention_join(overlapped=parts.overlapped),
         attention_join_grid(a.n_head, dim_v, parts.n_tokens),
         {
-            "counts": parts.token_count,
-            "positions": parts.control("positions"),
-            "partials": partials,
-            "states": states,
+            **given,
             **_ending(a),
-            "out": a.out.wanted("f32"),
-            "n_head": a.n_head,
-            "dim_v": dim_v,
-            "n_splits": splits,
             "window": a.window,
-            "max_splits": max_splits,
             **_records(a.out, "q8_256", "256"),
             **_records(a.out, "q8_32", "32"),
         },
+        overlapped=parts.overlapped,
+    )
+
+
+def _wants_rows_alone(a: PagedAttention) -> bool:
+    """Whether `latent_join` puts the splits together, which knows of nothing else."""
+    has_ending = a.window or a.sinks or a.gates or a.value_scale != 1
+    has_records = a.out.wanted("q8_256") or a.out.wanted("q8_32")
+    return not has_ending and not has_records and a.cache.values.dim % JOINED_VALUES == 0
+
+
+def _add_splits(parts: PlanParts, a: PagedAttention, splits: int, given: dict[str, int]) -> None:
+    """The launch that computes the splits; given: arguments, those of `attention` without lists."""
+    choice = a.choice
+    if choice is not None:
+        given = {**given, "lists": choice.lists, "list_stride": choice.list_stride}
+    if latent := _latent_decode_shape(parts, a):
+        unknown = ("v_pages", "v_page_bytes", "group", "window")
+        parts.plan.add(
+            a.name,
+            latent_decode(latent),
+            latent_decode_grid(splits, a.n_head, parts.n_tokens),
+            {name: value for name, value in given.items() if name not in unknown},
+            shared_bytes=latent.shared_bytes,
+            overlapped=parts.overlapped,
+        )
+        return
+    shape = replace(attention_shape(parts, a.cache), chooses=choice is not None)
+    parts.plan.add(
+        a.name,
+        attention(shape),
+        attention_grid(splits, a.n_head, a.cache.n_head_kv, parts.n_tokens),
+        given,
+        shared_bytes=attention_shared_bytes(shape),
         overlapped=parts.overlapped,
     )
 
@@ -133,6 +197,59 @@ def add_prompt_attention(parts: PlanParts, a: PagedAttention) -> None:
         overlapped=parts.overlapped,
     )
     add_records(parts, f"{a.name}_records", result, a.out)
+
+
+def _latent_decode_shape(parts: PlanParts, a: PagedAttention) -> LatentDecodeShape | None:
+    """What `latent_decode` is made for where it computes the splits; None: `attention` does."""
+    if not _keeps_rows(a.cache):
+        return None
+    for buffers in (2, 1):
+        shape = LatentDecodeShape(a.cache.keys.dim, buffers, parts.overlapped, a.choice is not None)
+        if shape.shared_bytes <= parts.gpu.block_shared_bytes:
+            return shape
+    return None
+
+
+def latent_prompt_shape(parts: PlanParts, a: PagedAttention) -> LatentPromptShape | None:
+    """What `add_latent_prompt` is made for; None: `add_attention` has to do.
+
+    A multiprocessor needs room for a unit of rows and for as many queries as pay.
+    """
+    if not _keeps_rows(a.cache):
+        return None
+    for rows in ROWS:
+        has_choice, alone = a.choice is not None, rows // min(a.n_head, rows) == 1
+        listed = has_choice and alone and rows == ROWS[0]
+        shape = LatentPromptShape(
+            a.cache.keys.dim, rows, parts.overlapped, has_choice and not listed, listed
+        )
+        if shape.shared_bytes <= parts.gpu.block_shared_bytes:
+            return shape
+    return None
+
+
+def _keeps_rows(cache: LayerCache) -> bool:
+    """Whether the cache has rows as `ops.gpu.latent_attention` takes them."""
+    return not cache.v_pages and cache.keys.dim in DIMS_K and cache.values.dim == DIM_V
+
+
+def add_latent_prompt(parts: PlanParts, a: PagedAttention, shape: LatentPromptShape) -> None:
+    """Prompts whose rows of the cache are keys and values at once: f32 rows of `a.out`."""
+    names = ("counts", "positions", "rows", "page_tables", "q", "k_pages")
+    numbers = ("n_head", "table_stride", "k_page_bytes")
+    reading = _reading(parts, a)
+    parts.plan.add(
+        f"{a.name}_prompt",
+        latent_prompt(shape),
+        latent_prompt_grid(shape.rows, a.n_head, parts.n_tokens),
+        {
+            **{n: reading[n] for n in (*names, *numbers)},
+            **(_lists(a) if shape.listed else _masks(a)),
+            "out": a.out.want("f32"),
+        },
+        shared_bytes=shape.shared_bytes,
+        overlapped=parts.overlapped,
+    )
 
 
 def attention_shape(parts: PlanParts, cache: LayerCache) -> AttentionShape:
@@ -167,9 +284,18 @@ def _reading(parts: PlanParts, a: PagedAttention) -> dict[str, int]:
     }
 
 
-def _choice(parts: PlanParts, a: PagedAttention) -> dict[str, int]:
+def _lists(a: PagedAttention) -> dict[str, int]:
+    """The arguments that say where the keys lie that a token reads, and how many there are."""
+    if a.choice is None:
+        return {}
+    lists = {"lists": a.choice.lists, "list_stride": a.choice.list_stride}
+    return {**lists, "positions": a.choice.ends}
+
+
+def _masks(a: PagedAttention) -> dict[str, int]:
     """The arguments that say which keys a token reads, where it has a choice."""
-    return {"masks": a.masks, "mask_stride": parts.layout.max_pages} if a.masks else {}
+    choice = a.choice
+    return {} if choice is None else {"masks": choice.masks, "mask_stride": choice.mask_stride}
 
 
 def _ending(a: PagedAttention) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ops.arithmetic import activation_layout
 from ops.gpu.kernel import format_table
-from ops.gpu.mailbox import MailboxLaunch
+from ops.gpu.mailbox import NO_FORECAST, Forecast, MailboxLaunch
 from ops.quants import BlockFormat
 from ops.quants.block import ActivationKind
 from runtime.cuda.device import DeviceInfo
@@ -27,7 +27,9 @@ class StepMemory:
     In the GPU's memory: control, the table of experts, the u32 words epoch and counter, and what
     was chosen (`sampling_launches`). With several GPUs the table is a part of one of all layers,
     from first_row on. Pinned: the ring of control blocks, the logits, the flags of
-    outputs, choices of experts, done, and host_chosen, what was chosen for each control block.
+    outputs, done, and for each control block the choices of experts, choices_stride apart, and
+    host_chosen, what was chosen.
+    Of graphs with stamps alone: stamps, of stamps_bytes, and host_stamps, for each control block.
     """
 
     control: int = 0
@@ -40,15 +42,21 @@ class StepMemory:
     logits: int = 0
     flags: int = 0
     choices: int = 0
+    choices_stride: int = 0
     done: int = 0
     chosen: int = 0
     host_chosen: int = 0
+    stamps: int = 0
+    stamps_bytes: int = 0
+    host_stamps: int = 0
 
 
 class Mailboxes(Protocol):
     """What hands missed experts to the CPU team; see `runtime.experts.exchange.Exchange`."""
 
-    def mailbox(self, layer: int, n_tokens: int) -> tuple[MailboxLaunch, dict[str, int]]: ...
+    def mailbox(
+        self, layer: int, n_tokens: int, forecast: Forecast = NO_FORECAST
+    ) -> tuple[MailboxLaunch, dict[str, int]]: ...
 
 
 class Fetches(Protocol):

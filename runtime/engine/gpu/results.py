@@ -27,7 +27,8 @@ class Results:
     """See `ops.gpu.step_io` for who writes what.
 
     logits   f32[n_outputs, stride]
-    choices  i32[n_choices]: the experts of the step, in the executor's order
+    choices  i32[RING, n_choices]: of each control block, the experts of the step, in the
+             executor's order
     done     u32[1]: number of the last step that ended
     chosen   `CHOSEN_BYTES` for each control block: a step may end before the host has read what
              the one before it gave
@@ -35,7 +36,9 @@ class Results:
 
     def __init__(self, device: Device, n_outputs: int, stride: int, n_choices: int) -> None:
         """Raises: PinningFailed, DeviceLost."""
-        sizes = (LINE, 4 * n_outputs, 4 * n_outputs * stride, 4 * n_choices, RING * CHOSEN_BYTES)
+        self.choices_stride = -(-4 * n_choices // LINE) * LINE
+        ring = (RING * self.choices_stride, RING * CHOSEN_BYTES)
+        sizes = (LINE, 4 * n_outputs, 4 * n_outputs * stride, *ring)
         starts = np.cumsum([0, *(-(-n // LINE) * LINE for n in sizes)])
         self._buffer = PinnedBuffer(device, int(starts[-1]), "results")
         parts = [
@@ -48,7 +51,7 @@ class Results:
         self.done = parts[0][:4].view(np.uint32)
         self._flags = parts[1].view(np.uint32)
         self.logits = parts[2].view(np.float32).reshape(n_outputs, stride)
-        self.choices = parts[3].view(np.int32)
+        self.choices = parts[3].view(np.int32).reshape(RING, -1)
         self._chosen = [_ChosenPlace(place) for place in parts[4].reshape(RING, CHOSEN_BYTES)]
 
     def shift_on(self, device: Device) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,64 +13,61 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
 from runtime.cuda.module import CubinCache
 from runtime.cuda.stream import Stream
-from runtime.engine.executor import ExecutorLimits
 from runtime.engine.gpu.captured_steps import CapturedSteps, Needs, needs_of
 from runtime.engine.gpu.control import ControlRing
-from runtime.engine.gpu.experts import ExpertStore, ResidentExperts, expert_bytes
+from runtime.engine.gpu.expert_plan import ExpertPlan
+from runtime.engine.gpu.experts import ExpertStore, ResidentExperts
 from runtime.engine.gpu.functions import Functions
-from runtime.engine.gpu.graph_ends import GraphEnds
-from runtime.engine.gpu.kv import CacheSizes, GPUPages
+from runtime.engine.gpu.kv import PageMemory
 from runtime.engine.gpu.links import Links
 from runtime.engine.gpu.plan_parts import Mailboxes, StepMemory
 from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.sampling_launches import DEVICE_CHOSEN_BYTES
-from runtime.engine.gpu.settings import GPUSettings
-from runtime.engine.gpu.share import Share
-from runtime.engine.gpu.state_slots import GPUStates, StateSizes
+from runtime.engine.gpu.share_plan import SharePlan, runs_overlapped
+from runtime.engine.gpu.state_slots import StateMemory
 from runtime.engine.gpu.step_graph import StepPlanner
 from runtime.engine.gpu.step_shape import StepShape
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
-from runtime.engine.gpu.weights import DeviceWeights
-from runtime.errors import DeviceUnavailable
-
-logger = logging.getLogger(__name__)
-
-MARGIN_BYTES = 256 << 20
-"""VRAM left for graphs, modules and the driver's own needs."""
+from runtime.engine.gpu.weights import WeightMemory
+from runtime.notices import Reason
 
 FIRST_EPOCH = 1
 
 
 class ShareOpening:
-    """`open_dense`, `open_states`, `measure`, `hold`, `plan`, `assemble`, `capture`, in this order.
+    """`open_dense`, `join`, `hold`, `plan`, `assemble`, `capture`, in this order.
 
+    planned      what it is to hold
+    expert_plan  which experts it is to hold, then which it does
     links        None: this GPU has the whole model
-    expert_room  bytes that are left for experts; set by `measure`
+    expert_room  bytes that are left for experts
     first_row    of this GPU's rows in the table of experts of all of them
     """
 
     stream: Stream
-    weights: DeviceWeights
-    pages: GPUPages
+    weights: WeightMemory
+    pages: PageMemory
     experts: ExpertStore
     functions: Functions
     needs: Needs
     room: DeviceBuffer
+    memory: StepMemory
 
     def __init__(
-        self, share: Share, device: Device, settings: GPUSettings, resources: ExitStack
+        self,
+        planned: SharePlan,
+        expert_plan: ExpertPlan,
+        device: Device,
+        resources: ExitStack,
     ) -> None:
-        self.share, self.device, self.settings = share, device, settings
-        self.model = share.model
+        self.planned, self.share, self.device = planned, planned.share, device
+        self.model, self.expert_plan = planned.share.model, expert_plan
         self._own = resources.callback
-        self.overlapped = device.info.capability >= (9, 0)
-        self.states: GPUStates | None = None
-        self.state_sizes = StateSizes(share.model.spec)
-        self.expert_room = 0
-        self._room_bytes = 0
+        self.overlapped = runs_overlapped(planned.gpu)
+        self.states: StateMemory | None = None
+        self.expert_room = planned.expert_room
         self.first_row = 0
-        self._free_bytes = usable_bytes(device, settings)
-        self._ends = GraphEnds()
+        self._ends = planned.ends
 
     @property
     def n_rows(self) -> int:
@@ -78,97 +75,50 @@ class ShareOpening:
         spec = self.model.spec
         return len(spec.layers) * max(spec.n_expert_max, 1)
 
-    def open_dense(self, limits: ExecutorLimits) -> None:
-        """Memory of the dense weights and of the pages, which are cleared.
+    def open_dense(self) -> None:
+        """Memory of the dense weights, of states, and of the pages, which are cleared.
 
-        Raises: DeviceUnavailable where what has to be on the GPU is larger than its memory;
-        ConfigError, OutOfDeviceMemory, CudaError.
+        Raises: OutOfDeviceMemory, CudaError.
         """
-        share, settings = self.share, self.settings
-        self.weights = DeviceWeights(
+        planned, share = self.planned, self.share
+        self.weights = WeightMemory(
             self.device, self.model, embeds=share.embeds, outputs=share.outputs
         )
         self._own(self.weights.close)
-        sizes = CacheSizes(self.model.spec, settings.cache_type_k, settings.cache_type_v)
-        needed = self.weights.n_bytes + sizes.n_bytes(limits.n_pages)
-        if needed + MARGIN_BYTES > self._free_bytes:
-            raise DeviceUnavailable(
-                f"{needed / 2**30:.1f} GiB of dense weights, keys and values do not fit the "
-                f"{self._free_bytes / 2**30:.1f} GiB of the GPU that may be used"
-            )
-        self.pages = GPUPages(self.device, sizes, limits.n_pages)
+        self.pages = PageMemory(self.device, planned.pages.sizes, planned.pages.n_pages)
         self._own(self.pages.close)
         self.stream = Stream(self.device, "steps")
         self._own(self.stream.close)
         self.pages.clear(self.stream)
         self.stream.synchronize()
-
-    def state_slots(self) -> int:
-        """Of sequences' states, as many as fit; 0: the layers have none.  Raises: ConfigError."""
-        held = self.weights.n_bytes + self.pages.n_bytes + MARGIN_BYTES
-        settings = self.settings
-        return self.state_sizes.slots(
-            settings.max_sequences, settings.n_snapshots, self._free_bytes - held
-        )
-
-    def open_states(self, n_slots: int) -> None:
-        """The states of sequences, where the layers have any.  Raises: OutOfDeviceMemory."""
-        if self.state_sizes.slot_bytes == 0:
-            return
-        self.states = GPUStates(self.device, self.state_sizes, n_slots)
-        self._own(self.states.close)
+        if planned.states is not None:
+            states = planned.states
+            self.states = StateMemory(self.device, states.sizes, states.n_slots)
+            self._own(self.states.close)
 
     def join(self, links: Links, index: int) -> None:
         """Take the residual stream from the GPU before, give it to the next."""
         before, behind = links.between[index - 1 : index], links.between[index : index + 1]
-        self._ends = GraphEnds(
+        self._ends = replace(
+            self._ends,
             taking=before[0].taking() if before else None,
             giving=behind[0].giving() if behind else None,
         )
-
-    def measure(
-        self,
-        shapes: list[StepShape],
-        link_bytes: int,
-        *,
-        has_states: bool,
-        memories: tuple[int, int] = (0, 0),
-    ) -> None:
-        """What is left for experts beside all else; link_bytes take part of it.
-
-        memories: see `GraphEnds`.
-
-        Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor.
-        """
-        self._ends = GraphEnds(self._ends.taking, self._ends.giving, has_states, memories)
-        needs = needs_of(self._planner(None, 0), shapes)
-        needs.check(self.device.info)
-        held = self.weights.n_bytes + self.pages.n_bytes + needs.room_bytes + MARGIN_BYTES
-        held += link_bytes + (0 if self.states is None else self.states.n_bytes)
-        self.expert_room = self._free_bytes - held
-        self._room_bytes = needs.room_bytes
 
     def shrink(self) -> None:
         """Leave less for experts where others have taken the GPU's memory since it was looked at.
 
         Raises: CudaError.
         """
-        left = self.device.free_bytes() - self._room_bytes
+        left = self.device.free_bytes() - self.planned.activation_bytes
         if left >= self.expert_room or not self.model.spec.n_expert_max:
             return
-        self.expert_room = max(left - MARGIN_BYTES, 0)
-        logger.warning(
-            "another process took memory of %s meanwhile: %.1f GiB are left for experts",
-            self.device.info.name,
-            self.expert_room / 2**30,
+        self.expert_room = max(left - self.planned.settings.reserve_bytes, 0)
+        self.planned.settings.notices.add(
+            Reason.SHRUNK,
+            f"another process took memory of {self.device.info.name} meanwhile: "
+            f"{self.expert_room / 2**30:.1f} GiB are left for experts",
         )
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether all its experts are to be on the GPU."""
-        wanted, n_expert = self.settings.moe_expert_cache, self.model.spec.n_expert_max
-        fits = expert_bytes(self.model) <= self.expert_room
-        return n_expert == 0 or (fits and (wanted == -1 or wanted >= n_expert))
 
     def hold(self, experts: ExpertStore | None) -> None:
         """Keep these experts; None: all of them.  Raises: OutOfDeviceMemory, CudaError."""
@@ -209,7 +159,7 @@ class ShareOpening:
         """
         self.room = DeviceBuffer(self.device, self.needs.room_bytes, "activations")
         self._own(self.room.close)
-        memory = self._memory(ring, results, tables, done, first_choice or 0)
+        memory = self.memory = self._memory(ring, results, tables, done, first_choice or 0)
         steps = CapturedSteps(
             self.device, self.planner, self.functions, memory, ring, self.room, first_choice
         )
@@ -281,13 +231,8 @@ class ShareOpening:
             logits=results.logits_address + shift,
             flags=results.flags_address + shift,
             choices=results.choices_address + shift + 4 * first_choice,
+            choices_stride=results.choices_stride,
             done=results.done_address + shift if done is None else done,
             chosen=chosen,
             host_chosen=results.chosen_address + shift,
         )
-
-
-def usable_bytes(device: Device, settings: GPUSettings) -> int:
-    """Of the GPU's memory, as it is now."""
-    free, limit = device.free_bytes(), settings.vram_limit
-    return free if limit is None else min(free, limit)

@@ -5,7 +5,7 @@ Every GPU holds its own layers' pages, states, experts and graphs; a step is one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from runtime.cuda.graph import Graph
@@ -13,11 +13,13 @@ from runtime.cuda.stream import Stream
 from runtime.engine.gpu.captured_steps import CapturedStep, CapturedSteps
 from runtime.engine.gpu.control import Delta
 from runtime.engine.gpu.experts import I32, ExpertStore
-from runtime.engine.gpu.kv import GPUPages
+from runtime.engine.gpu.kv import PageMemory
 from runtime.engine.gpu.links import Links
-from runtime.engine.gpu.state_slots import GPUStates
+from runtime.engine.gpu.state_slots import StateMemory
 from runtime.engine.gpu.step_shape import StepShape
 from runtime.errors import CudaError
+from runtime.experts.totals import ExpertTotals, StepUse, together
+from runtime.profiling.record import Span
 
 
 class SplitStream:
@@ -77,33 +79,45 @@ class SplitSteps:
                 writers=last.writers,
                 n_launches=sum(step.n_launches for step in captured),
                 choices_places=tuple(place for step in captured for place in step.choices_places),
+                times=tuple(times for step in captured for times in step.times),
             )
         return made
 
     def is_captured(self, shape: StepShape) -> bool:
         return shape in self._made
 
+    def all(self) -> list[CapturedStep]:
+        """See `CapturedSteps.all`: those that all GPUs have."""
+        return list(self._made.values())
+
+    def drop(self, shapes: Iterable[StepShape]) -> None:
+        """See `CapturedSteps.drop`."""
+        for shape in shapes:
+            del self._made[shape]
+        for steps in self._steps:  # one may have a graph that another one found no memory for
+            steps.drop([step.shape for step in steps.all() if step.shape not in self._made])
+
 
 class SplitPages:
     """The pages: what a page's tokens have in all layers."""
 
-    def __init__(self, parts: Sequence[GPUPages]) -> None:
+    def __init__(self, parts: Sequence[PageMemory]) -> None:
         self._parts, self.sizes = tuple(parts), SplitSizes(parts)
         self.n_pages, self.page_tokens = parts[0].n_pages, parts[0].page_tokens
         self.n_bytes = sum(part.n_bytes for part in parts)
 
     def copy(self, copies: Sequence[tuple[int, int]], stream: SplitStream) -> None:
-        """See `GPUPages.copy`."""
+        """See `PageMemory.copy`."""
         for part, own in zip(self._parts, stream.streams, strict=True):
             part.copy(copies, own)
 
     def save(self, pages: Sequence[int], stream: SplitStream) -> bytes:
-        """See `GPUPages.save`; GPU after GPU."""
+        """See `PageMemory.save`; GPU after GPU."""
         streams = zip(self._parts, stream.streams, strict=True)
         return b"".join(part.save(pages, own) for part, own in streams)
 
     def load(self, pages: Sequence[int], image: bytes, stream: SplitStream) -> None:
-        """See `GPUPages.load`."""
+        """See `PageMemory.load`."""
         if len(image) != len(pages) * self.sizes.page_bytes:
             raise ValueError(
                 f"an image of {len(image)} bytes is not {len(pages)} pages of "
@@ -119,7 +133,7 @@ class SplitPages:
 class SplitSizes:
     """Bytes of a page on all GPUs together."""
 
-    def __init__(self, parts: Sequence[GPUPages]) -> None:
+    def __init__(self, parts: Sequence[PageMemory]) -> None:
         self.page_bytes = sum(part.sizes.page_bytes for part in parts)
         self.cache_types = parts[0].sizes.cache_types
 
@@ -127,7 +141,7 @@ class SplitSizes:
 class SplitStates:
     """The states: what a sequence has in all layers."""
 
-    def __init__(self, parts: Sequence[GPUStates | None]) -> None:
+    def __init__(self, parts: Sequence[StateMemory | None]) -> None:
         """parts  of each GPU; None: its layers have none."""
         self._parts = tuple(parts)
         held = self._held
@@ -135,24 +149,24 @@ class SplitStates:
         self.slot_bytes = sum(part.slot_bytes for part in held)
 
     @property
-    def _held(self) -> list[GPUStates]:
+    def _held(self) -> list[StateMemory]:
         return [part for part in self._parts if part is not None]
 
-    def _each(self, stream: SplitStream) -> list[tuple[GPUStates, Stream]]:
+    def _each(self, stream: SplitStream) -> list[tuple[StateMemory, Stream]]:
         both = zip(self._parts, stream.streams, strict=True)
         return [(part, own) for part, own in both if part is not None]
 
     def copy(self, copies: Sequence[tuple[int, int]], stream: SplitStream) -> None:
-        """See `GPUStates.copy`."""
+        """See `StateMemory.copy`."""
         for part, own in self._each(stream):
             part.copy(copies, own)
 
     def save(self, slot: int, stream: SplitStream) -> bytes:
-        """See `GPUStates.save`; GPU after GPU."""
+        """See `StateMemory.save`; GPU after GPU."""
         return b"".join(part.save(slot, own) for part, own in self._each(stream))
 
     def load(self, slot: int, image: bytes, stream: SplitStream) -> None:
-        """See `GPUStates.load`."""
+        """See `StateMemory.load`."""
         if len(image) != self.slot_bytes:
             raise ValueError(f"an image of {len(image)} bytes is not a state of {self.slot_bytes}")
         pieces = _pieces(image, [part.slot_bytes for part in self._held])
@@ -160,7 +174,7 @@ class SplitStates:
             part.load(slot, piece, own)
 
     def describe(self) -> dict[str, object]:
-        """See `GPUStates.describe`."""
+        """See `StateMemory.describe`."""
         return {
             "state_bytes": sum(part.n_bytes for part in self._held),
             "state_slot_bytes": self.slot_bytes,
@@ -181,6 +195,11 @@ class SplitExperts:
         self._stores, self._rows = tuple(stores), tuple(rows)
         self._layers = [slice(*edges) for edges in pairwise((0, *accumulate(layers)))]
 
+    @property
+    def may_fetch(self) -> bool:
+        """See `StepExperts`; GPUs that miss nothing have nothing to wait for."""
+        return all(store.may_fetch for store in self._stores if not store.is_complete)
+
     def before_step(self) -> Sequence[Delta]:
         """See `ExpertStore`; the rows are counted through all GPUs' tables."""
         return [
@@ -193,9 +212,17 @@ class SplitExperts:
         for store in self._stores:
             store.while_running()
 
-    def after_step(self, choices: I32, *, fetched: bool = False) -> None:
-        for store, layers in zip(self._stores, self._layers, strict=True):
-            store.after_step(choices[layers], fetched=fetched)
+    def after_step(self, choices: I32, *, fetched: bool = False) -> tuple[StepUse, ...]:
+        both = zip(self._stores, self._layers, strict=True)
+        used = [store.after_step(choices[layers], fetched=fetched) for store, layers in both]
+        return tuple(use for own in used for use in own)
+
+    def totals(self) -> ExpertTotals | None:
+        each = [totals for store in self._stores if (totals := store.totals()) is not None]
+        return together(each) if each else None
+
+    def take_spans(self) -> list[Span]:
+        return [span for store in self._stores for span in store.take_spans()]
 
     def describe(self) -> dict[str, object]:
         """Numbers are those of all GPUs together, words the first GPU's that says any."""

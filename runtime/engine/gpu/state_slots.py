@@ -9,6 +9,7 @@ import numpy as np
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
 from runtime.cuda.stream import Stream
+from runtime.engine.gpu.weights import PLANNED_ADDRESS
 from runtime.errors import ConfigError
 from runtime.models.spec import ModelSpec
 
@@ -53,13 +54,12 @@ class StateSizes:
 
 
 class GPUStates:
-    """States of one executor.  Moving them is for the time between steps."""
+    """Where the states of one executor lie, if they begin at `base`."""
 
-    def __init__(self, device: Device, sizes: StateSizes, n_slots: int) -> None:
-        """Raises: OutOfDeviceMemory, CudaError."""
+    def __init__(self, sizes: StateSizes, n_slots: int, base: int = PLANNED_ADDRESS) -> None:
         self.sizes, self.n_slots = sizes, n_slots
         self.n_bytes = n_slots * sizes.slot_bytes
-        self._buffer = DeviceBuffer(device, max(self.n_bytes, 1), "recurrent states")
+        self._base = base
 
     @property
     def slot_bytes(self) -> int:
@@ -67,7 +67,17 @@ class GPUStates:
 
     def address(self, layer: int) -> int:
         """Of what `layer` keeps in slot 0; the same of the next slot is `slot_bytes` later."""
-        return self._buffer.address + self.sizes.offsets[layer]
+        return self._base + self.sizes.offsets[layer]
+
+
+class StateMemory(GPUStates):
+    """States of one executor.  Moving them is for the time between steps."""
+
+    def __init__(self, device: Device, sizes: StateSizes, n_slots: int) -> None:
+        """Raises: OutOfDeviceMemory, CudaError."""
+        n_bytes = max(n_slots * sizes.slot_bytes, 1)
+        self._buffer = DeviceBuffer(device, n_bytes, "recurrent states")
+        super().__init__(sizes, n_slots, self._buffer.address)
 
     def copy(self, copies: Sequence[tuple[int, int]], stream: Stream) -> None:
         """Put copies of whole states into the stream, in order."""

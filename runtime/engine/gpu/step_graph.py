@@ -75,7 +75,7 @@ class StepPlanner:
         self._mailboxes, self._max_deltas = mailboxes, max_deltas
         self._fetches, self._states = fetches, states
         self._ends = ends
-        self._overlapped = overlapped
+        self.overlapped = overlapped
 
     def plan(
         self,
@@ -108,7 +108,7 @@ class StepPlanner:
             mailboxes=None if shape.fetches else self._mailboxes,
             fetches=self._fetches if shape.fetches else None,
             states=self._states,
-            overlapped=self._overlapped,
+            overlapped=self.overlapped,
         )
         self._refresh(parts)
         mixers = MixerPlanner(parts, self._pages)
@@ -252,7 +252,11 @@ class StepPlanner:
         if logits and not shown:
             copies += add_sampling(parts, logits, stride)
         if self._mailboxes is not None:
-            copies.append((choices_place(parts), memory.choices, choices_bytes(parts), 0))
+            place = choices_place(parts)
+            copies.append((place, memory.choices, choices_bytes(parts), memory.choices_stride))
+        if parts.shape.timed:
+            n_bytes = memory.stamps_bytes
+            copies.append((memory.stamps, memory.host_stamps, n_bytes, n_bytes))
         listed = parts.constants.place(np.array(copies, np.uint64)) if copies else 0
         parts.plan.add(
             "report",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
 import numpy as np
@@ -51,6 +51,7 @@ class StepShape:
     gathered   the outputs are not simply all tokens in their order
     max_edits  logits that samplers may change, of all outputs together
     fetches    experts that are not on the GPU are copied there, layer by layer
+    timed      the graph keeps the times at which its parts begin
     """
 
     kind: StepKind
@@ -61,6 +62,7 @@ class StepShape:
     gathered: bool
     sampling: Sampling = Sampling.HOST
     fetches: bool = False
+    timed: bool = False
 
     @property
     def max_edits(self) -> int:
@@ -89,9 +91,11 @@ class StepShapes:
         sizes = [b for b in (*SMALL_BATCHES, *LARGE_BATCHES) if b < n]
         self._batches = [*sizes, n]
         self._fetch_tokens = n + 1 if fetch_tokens is None else fetch_tokens
+        self._most_unfetched = max(b for b in self._batches if b < max(self._fetch_tokens, 2))
         self._max_sequences = limits.max_sequences
         n_positions = limits.n_pages * limits.page_tokens
         self._made: dict[tuple[bool, int, int, int, bool, Sampling], StepShape] = {}
+        self._timed: dict[StepShape, StepShape] = {}
         self._samples = limits.n_vocab <= MAX_VOCAB
         self._contexts = [*(c for c in CONTEXTS if c < n_positions), n_positions]
 
@@ -99,15 +103,16 @@ class StepShapes:
     def max_batch(self) -> int:
         return self._batches[-1]
 
-    def most_tokens(self, kind: StepKind) -> int:
-        """Tokens of the largest class of a kind."""
-        return self.max_batch if kind is StepKind.PREFILL else min(self.max_batch, LARGEST_DECODE)
+    def most_tokens(self, kind: StepKind, *, fetches: bool = True) -> int:
+        """Tokens of the largest class of a kind; not `fetches`: of those that fetch no experts."""
+        if kind is not StepKind.PREFILL:
+            return min(self.max_batch, LARGEST_DECODE)
+        return self.max_batch if fetches else self._most_unfetched
 
     @property
     def most_missed_tokens(self) -> int:
         """Tokens of the largest class that does not fetch."""
-        few = [n for n in self._batches if n < self._fetch_tokens]
-        return max(self.most_tokens(StepKind.DECODE), few[-1] if few else 0)
+        return max(self.most_tokens(StepKind.DECODE), self._most_unfetched)
 
     def of(self, step: Step) -> StepShape:
         """The smallest class that holds `step`, whose tokens are at most `most_tokens`."""
@@ -134,6 +139,10 @@ class StepShapes:
             return True
         return n_edits <= self._shape(step.kind, n, 1, None, Sampling.CHAIN).max_edits
 
+    def timed(self, shape: StepShape) -> StepShape:
+        """The class of the same steps whose graph keeps times."""
+        return self._timed.setdefault(shape, replace(shape, timed=True))
+
     def biggest(self) -> list[StepShape]:
         """Classes of which one needs the most memory of any."""
         longest = self._contexts[-1]
@@ -144,9 +153,11 @@ class StepShapes:
 
     def largest(self) -> list[StepShape]:
         """Classes that together need every kernel, and the most memory, of any."""
-        longest = self._contexts[-1]
+        shortest, longest = self._contexts[0], self._contexts[-1]
+        # Attention that chooses keys reads all of a short text, by other kernels.
         shapes = [
-            self._shape(kind, n_tokens, longest, n_outputs)
+            self._shape(kind, n_tokens, n_context, n_outputs)
+            for n_context in {shortest, longest}
             for kind in StepKind
             for n_tokens in self._batches
             if n_tokens <= self.most_tokens(kind)

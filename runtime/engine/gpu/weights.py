@@ -1,16 +1,20 @@
-"""DeviceWeights: all tensors but the routed experts', in one allocation of the GPU."""
+"""DeviceWeights: where all tensors but the routed experts' lie, in one allocation of the GPU."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
-from runtime.engine.gpu.transfer import U8, Transfer, flat, transfer_all
+from runtime.engine.gpu.transfer import Transfer, flat, transfer_all, transfer_of
 from runtime.models.model import Model
 from runtime.models.spec import Linear, ModelSpec, MoeSpec
+
+PLANNED_ADDRESS = 1 << 20
+"""Of memory that is only planned: not 0, which means that a part is not there."""
 
 
 def expert_linears(spec: ModelSpec) -> Iterator[Linear]:
@@ -49,52 +53,65 @@ def vectors(spec: ModelSpec, *, outputs: bool = True) -> tuple[str, ...]:
 
 
 class DeviceWeights:
-    """Addresses of the tensors named by `dense_matrices` and `vectors`.
+    """Addresses of the tensors named by `dense_matrices` and `vectors`, if they lie at `base`.
 
     embeds, outputs  the embedding table, and what comes behind the layers, are needed here
+    n_bytes          that they take together
     """
 
     def __init__(
-        self, device: Device, model: Model, *, embeds: bool = True, outputs: bool = True
+        self,
+        model: Model,
+        block_shared_bytes: int,
+        *,
+        embeds: bool = True,
+        outputs: bool = True,
+        base: int = PLANNED_ADDRESS,
     ) -> None:
-        """Allocates; `load` fills.  Raises: OutOfDeviceMemory, CudaError."""
-        self.block_shared_bytes = device.info.block_shared_bytes
-        self._sources: dict[str, Callable[[], U8]] = {}
-        sizes: dict[str, int] = {}
-        for name in dense_matrices(model.spec, embeds=embeds, outputs=outputs):
-            weight = model.weights[name]
-            self._sources[name] = lambda weight=weight: flat(weight.data)  # type: ignore[misc]
-            sizes[name] = weight.n_bytes
-        for name in vectors(model.spec, outputs=outputs):
-            values = flat(model.weights[name].to_f32().astype(np.float32))
-            self._sources[_vector(name)] = lambda values=values: values  # type: ignore[misc]
-            sizes[_vector(name)] = values.nbytes
+        self.block_shared_bytes = block_shared_bytes
+        self._base = base
+        self._matrices = dense_matrices(model.spec, embeds=embeds, outputs=outputs)
+        self._vectors = vectors(model.spec, outputs=outputs)
+        sizes = {name: model.weights[name].n_bytes for name in self._matrices}
+        for name in self._vectors:
+            sizes[_vector(name)] = 4 * math.prod(model.weights[name].shape)
         self._offsets, end = {}, 0
         for name, n_bytes in sizes.items():
             self._offsets[name] = end
             end += slot_bytes(n_bytes)
         self.n_bytes = end
-        self._buffer = DeviceBuffer(device, max(end, 1), "weights")
+
+    def matrix(self, name: str) -> int:
+        """Where the tensor lies, in the format that it has in the file."""
+        return self._base + self._offsets[name]
+
+    def vector(self, name: str | None) -> int:
+        """Where the f32 values of the tensor lie; 0 for None."""
+        return 0 if name is None else self._base + self._offsets[_vector(name)]
+
+
+class WeightMemory(DeviceWeights):
+    """The tensors of a share of the model on its GPU."""
+
+    def __init__(
+        self, device: Device, model: Model, *, embeds: bool = True, outputs: bool = True
+    ) -> None:
+        """Allocates; `load` fills.  Raises: OutOfDeviceMemory, CudaError."""
+        super().__init__(model, device.info.block_shared_bytes, embeds=embeds, outputs=outputs)
+        self._weights = model.weights
+        self._buffer = DeviceBuffer(device, max(self.n_bytes, 1), "weights")
+        self._base = self._buffer.address
 
     def load(self, moved: Callable[[int], None]) -> None:
         """Move everything to the GPU; `moved` gets the bytes of each piece.
 
         Raises: PinningFailed, CudaError; whatever `moved` raises.
         """
-        transfers = [
-            Transfer(self._buffer.address + self._offsets[name], source())
-            for name, source in self._sources.items()
-        ]
+        transfers = [transfer_of(self.matrix(name), self._weights[name]) for name in self._matrices]
+        for name in self._vectors:
+            values = self._weights[name].to_f32().astype(np.float32)
+            transfers.append(Transfer(self.vector(name), flat(values)))
         transfer_all(self._buffer.device, transfers, moved)
-        self._sources.clear()
-
-    def matrix(self, name: str) -> int:
-        """Where the tensor lies, in the format that it has in the file."""
-        return self._buffer.address + self._offsets[name]
-
-    def vector(self, name: str | None) -> int:
-        """Where the f32 values of the tensor lie; 0 for None."""
-        return 0 if name is None else self._buffer.address + self._offsets[_vector(name)]
 
     def close(self) -> None:
         self._buffer.close()

@@ -1,0 +1,39 @@
+"""LinkMeter: how long copies of experts to a GPU take, by what events in their stream say."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from runtime.profiling.record import Part, Span
+
+MOST_SPANS = 4096
+
+
+class LinkMeter:
+    """seconds, n_bytes: of all copies that have ended."""
+
+    def __init__(self, gpu: int) -> None:
+        self.seconds, self.n_bytes = 0.0, 0
+        self._track = f"link {gpu}"
+        self._at = self._until = 0.0
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+
+    def begins(self) -> None:
+        """The first copy behind nothing else is about to be enqueued."""
+        self._at, self._until = time.perf_counter(), 0.0
+
+    def ended(self, seconds: float, n_bytes: int) -> None:
+        """So many bytes more have arrived; seconds since the first copy began, by the GPU."""
+        self._spans.append(
+            Span(self._track, Part.UPLOADS, self._at + self._until, seconds - self._until)
+        )
+        self.seconds += seconds - self._until
+        self.n_bytes += n_bytes
+        self._until = seconds
+
+    def take_spans(self) -> list[Span]:
+        """Of the copies that have ended since the last call, or the last thousands of them."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans

@@ -1,0 +1,122 @@
+"""Tensors reach the GPU unchanged, by way of their file's pages or of a buffer."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.cuda.device import Device
+from runtime.cuda.driver import initialized
+from runtime.cuda.memory import DeviceBuffer, RegisteredMemory
+from runtime.engine.gpu import transfer
+from runtime.engine.gpu.transfer import Transfer, transfer_all
+from runtime.models.mapped_file import MappedFile
+from tests.support.cuda_constants import CUresult
+from tests.support.fake_driver import FakeDriver
+
+PAGE = mmap.PAGESIZE
+SPANS = ((0, 5), (7, 3 * PAGE), (4 * PAGE, 6 * PAGE), (11 * PAGE + 9, 20), (12 * PAGE, 0))
+"""(first byte, bytes): too few, over the edges of pages, whole pages, inside one, nothing."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MAPPED_BYTES", 2 * PAGE)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(transfer, "LEAST_MAPPED_BYTES", 20)
+
+
+@pytest.fixture
+def fake() -> FakeDriver:
+    return FakeDriver(memory_bytes=1 << 26)
+
+
+@pytest.fixture
+def device(fake: FakeDriver) -> Iterator[Device]:
+    with Device(initialized(fake, "13.4.4")) as opened:
+        yield opened
+    assert fake.live == {}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[MappedFile]:
+    path = tmp_path / "file"
+    path.write_bytes(np.random.default_rng(2).integers(0, 256, 12 * PAGE, np.uint8).tobytes())
+    mapped = MappedFile(path)
+    mapped.map()
+    yield mapped
+    mapped.close()
+
+
+def carried(device: Device, file: MappedFile, *, mapped: bool = True) -> bool:
+    """Whether every span arrives, and nothing beside it."""
+    with DeviceBuffer(device, 16 * PAGE) as buffer:
+        whole: np.ndarray = device.driver.api._span(buffer.address, buffer.nbytes)
+        expected, moved = whole.copy(), list[int]()
+        transfers = []
+        for first, n_bytes in SPANS:
+            data = file.view(first, n_bytes)
+            transfers.append(Transfer(buffer.address + first + 3, data, mapped))
+            expected[first + 3 : first + 3 + n_bytes] = data
+        transfer_all(device, transfers, moved.append)
+        assert sum(moved) == sum(n_bytes for _, n_bytes in SPANS)
+        return np.array_equal(whole, expected)
+
+
+def registered_pages(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What is registered of the file, from now on."""
+    seen: list[tuple[int, int]] = []
+    register = fake._cuMemHostRegister
+
+    def watched(address: int, n_bytes: int, flags: int) -> None:
+        if flags & fake.CU_MEMHOSTREGISTER_READ_ONLY:
+            seen.append((address, n_bytes))
+        register(address, n_bytes, flags)
+
+    monkeypatch.setattr(fake, "_cuMemHostRegister", watched)
+    return seen
+
+
+def test_whole_pages_of_a_file_travel_without_a_copy(
+    device: Device, file: MappedFile, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = registered_pages(fake, monkeypatch)
+    assert carried(device, file)
+    assert sum(n_bytes for _, n_bytes in seen) == (2 + 6) * PAGE
+    assert all(address % PAGE == 0 and n_bytes <= 2 * PAGE for address, n_bytes in seen)
+
+
+def test_pages_that_another_has_registered_are_copied(device: Device, file: MappedFile) -> None:
+    pages = file.view(5 * PAGE, 2 * PAGE)
+    with RegisteredMemory(device, pages, "another's", read_only=True):
+        assert carried(device, file)
+
+
+def test_a_gpu_that_registers_no_files_gets_copies(
+    file: MappedFile, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.attributes["READ_ONLY_HOST_REGISTER_SUPPORTED"] = 0
+    seen = registered_pages(fake, monkeypatch)
+    with Device(initialized(fake, "13.4.4")) as poor:
+        assert carried(poor, file)
+    assert seen == []
+
+
+def test_what_is_no_map_is_never_registered_as_one(
+    device: Device, file: MappedFile, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = registered_pages(fake, monkeypatch)
+    assert carried(device, file, mapped=False) and seen == []
+
+
+def test_a_failed_copy_gives_everything_back(
+    device: Device, file: MappedFile, fake: FakeDriver
+) -> None:
+    fake.fail["cuMemcpyHtoDAsync"] = CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(Exception, match="INVALID_VALUE"):
+        carried(device, file)
+    assert "registered" not in fake.live
