@@ -6,8 +6,16 @@ import importlib
 import sys
 
 BENCHMARKS = {
+    "agree": "logits of CPU and GPU compared, whatever is cached",
+    "hybrid": "models larger than the GPU: speed, hits, the share of what is possible",
     "kernels": "GB/s of every matrix kernel beside this machine's plain read speed",
+    "kernels_gpu": "us and GB/s of every GPU kernel that reads weights, by format",
+    "moe": "engines side by side: a 1500-token reply, a 12,000-token prompt",
+    "profiling": "what GGML_SCHED_PROF costs, and what it says",
+    "regress": "speed and text of the working tree beside the last tag",
     "routing": "policies of the expert cache on recorded routing: hits, bytes, predicted ms",
+    "soak": "mixed requests for minutes: wrong tokens, growth of memory",
+    "step": "where a step's time goes on the GPU, by kernel, beside bare reads",
     "streams": "prompt and decode speed through the engine, of one and several streams",
     "synthetic": "write a GGUF file of a real model's shape with random weights",
     "versus": "prompt and decode speed beside llama.cpp's llama-bench, interleaved",
@@ -19,7 +27,7 @@ def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
         for known, what in BENCHMARKS.items():
-            print(f"python -m bench {known:10} {what}")
+            print(f"python -m bench {known:11} {what}")
         return 0 if not name else 2
     return int(importlib.import_module(f"bench.{name}").main(sys.argv[2:]))
 
