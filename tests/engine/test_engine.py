@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 
 import runtime
+from runtime.engine import step_loop
 from runtime.engine.sequence import Sequence
 from runtime.engine.step import StepKind
 from tests.support.fake_engine import GREEDY, fake, ids, read, text
@@ -133,7 +134,8 @@ async def test_several_completions_share_the_prompt() -> None:
     assert sum(token.finish_reason is not None for token in tokens) == 6
 
 
-async def test_a_token_is_read_while_the_next_step_runs() -> None:
+async def test_a_token_is_read_while_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "TURN_SECONDS", 60)  # a slow machine gives turns before
     async with runtime.open_engine(CONFIG) as engine:
         params = GREEDY(max_tokens=8, ignore_eos=True)
         during = [fake(engine).is_running async for _ in engine.generate("Hello", params)]

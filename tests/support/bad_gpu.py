@@ -17,6 +17,7 @@ from runtime.cuda.driver import initialized
 from runtime.engine import placement
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.fake_executor import FakeExecutor
+from runtime.engine.gpu import transfer
 from runtime.engine.placement import Ready
 from runtime.experts.self_test import SelfTest
 from tests.support.fake_driver import ALLOCATING, FakeDriver
@@ -62,6 +63,7 @@ def bad_machine(patch: pytest.MonkeyPatch, cubins: Path) -> BadDriver:
     fake = BadDriver()
     patch.setattr("runtime.cuda.driver.open_driver", lambda: initialized(fake, "13.4.4"))
     patch.setattr(module_file, "default_directory", lambda: cubins)
+    patch.setattr(transfer, "THREADS", 1)  # each has a stream of its own, if a piece is left for it
     patch.setattr("runtime.experts.self_test.self_test", lambda *args: SelfTest(1, 1.0))
     patch.setattr(placement, "DEVICES", {**placement.DEVICES, "cpu": fake_cpu})
     return fake
