@@ -136,7 +136,7 @@ def explain(
     else:
         lines.append(f"model: {config.model}")
     for label, key, value in (
-        ("context", "ctx_size", config.n_ctx or "automatic (the model's, at most 8192 a sequence)"),
+        ("context", "ctx_size", config.n_ctx or "automatic (the plan says)"),
         ("parallel answers", "parallel", config.n_parallel or "4, sharing one context"),
         ("device", "device", config.device),
         ("threads", "threads", config.n_threads or "automatic (one per physical core)"),

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-r", "--reverse-prompt", action="append", default=[], metavar="TEXT",
         help="text that ends an answer; may be repeated")  # fmt: skip
     add("-c", "--ctx-size", type=whole_number(2), metavar="N",
-        help="tokens of context (default: the model's, at most 8192)")  # fmt: skip
+        help="tokens of context (default: the model's, at most 8192, on a GPU 32768)")  # fmt: skip
     add("--no-show-timings", dest="show_timings", action="store_false",
         help="no line with the speed after an answer")  # fmt: skip
     add_cache_options(parser)

@@ -185,6 +185,7 @@ def test_how_the_model_gets_into_memory(words: list[str], mode: str) -> None:
 def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_MOE_CACHE_STATS", "1")
     monkeypatch.setenv("LLAMA_MOE_CACHE_POLICY", "lru")
+    monkeypatch.setenv("GGML_SCHED_PROF", "1")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZ", "64")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     given = parse("-ngl", "99", "--prefetch-experts-slots", "3", "-fa", "on", "-c", "64")
@@ -195,6 +196,7 @@ def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> N
     ):  # fmt: skip
         assert f"note: {name} has no effect: " in text
     assert "LLAMA_ARG_CTX_SIZE " not in text and "LLAMA_MOE_CACHE_POLICY" not in text
+    assert "GGML_SCHED_PROF" not in text  # it works
     assert "DEMONSTRATION" in text
     assert "context: 64, set by -c" in text
 
