@@ -48,8 +48,6 @@ RING = 4
 
 DELTA_BYTES = 32
 DELTAS_HEADER_BYTES = 16
-COPY_WORDS = 4
-"""u64 of an entry of `report`'s copies."""
 
 REFRESH_BLOCK = 256
 REPORT_BLOCK = 256

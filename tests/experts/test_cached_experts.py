@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.cuda.device import Device
-from runtime.cuda.driver import initialized
 from runtime.engine.gpu.expert_plan import even_slots, moe_layers_of, slots_bytes
 from runtime.errors import DeviceLost, OutOfDeviceMemory
 from runtime.experts.cached_experts import CachedExperts, CacheSettings
@@ -21,18 +19,6 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.moe_layers import MoeLayers
 
 N_USED = 2
-
-
-@pytest.fixture
-def fake() -> FakeDriver:
-    return FakeDriver(memory_bytes=1 << 26)
-
-
-@pytest.fixture
-def device(fake: FakeDriver) -> Iterator[Device]:
-    with Device(initialized(fake, "13.4.4")) as opened:
-        yield opened
-    assert fake.live == {}
 
 
 @pytest.fixture

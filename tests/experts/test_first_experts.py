@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from runtime.cuda.device import Device
-from runtime.cuda.driver import initialized
 from runtime.cuda.memory import DeviceBuffer
 from runtime.experts import first_experts
 from runtime.experts.cache import Upload
 from runtime.experts.first_experts import load_first
 from runtime.experts.host_experts import HostExperts
 from runtime.experts.host_memory import HostMemory
-from tests.support.fake_driver import FakeDriver
 from tests.support.machine_files import machine_files
 from tests.support.moe_layers import MoeLayers
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    fake = FakeDriver(memory_bytes=1 << 26)
-    with Device(initialized(fake, "13.4.4")) as opened:
-        yield opened
-    assert fake.live == {}
-
-
-@pytest.fixture
-def layers() -> MoeLayers:
-    made = MoeLayers()
-    made.add("Q4_K", "Q6_K", (256, 256), 8, 2)
-    made.add("Q8_0", "Q8_0", (64, 96), 6, 2)
-    return made
 
 
 def check_loads(device: Device, layers: MoeLayers, host: HostExperts) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,26 +24,6 @@ from tests.support.moe_layers import MoeLayers
 
 PAGE = mmap.PAGESIZE
 PLENTY = 1 << 40
-
-
-@pytest.fixture
-def fake() -> FakeDriver:
-    return FakeDriver(memory_bytes=1 << 26)
-
-
-@pytest.fixture
-def device(fake: FakeDriver) -> Iterator[Device]:
-    with Device(initialized(fake, "13.4.4")) as opened:
-        yield opened
-    assert fake.live == {}
-
-
-@pytest.fixture
-def layers() -> MoeLayers:
-    made = MoeLayers()
-    made.add("Q4_K", "Q6_K", (256, 256), 8, 2)
-    made.add("Q8_0", "Q8_0", (64, 96), 6, 2)
-    return made
 
 
 @pytest.fixture
