@@ -11,7 +11,10 @@ the CPU, and whether prompts cut elsewhere, batches and smaller caches change a 
 Weights of blocks meet activations that are rounded to 8 bits: a difference of 1e-6 in an input can
 be one of 1e-3 in a product, a router's near tie more, and in a random model these grow with every
 layer. What that makes of another small difference is shown beside: the CPU's logits with keys and
-values kept as f32, relative to f16 ones. With F16 weights nothing is rounded, and 1e-3 has to hold.
+values kept as f32, relative to f16 ones. With F16 weights nothing is rounded, and 1e-3 has to hold
+for tokens that every router sends to the same experts. Where some experts are missing on the GPU,
+the choices of both are compared (`routing`): how many differ, and the errors of tokens with and
+without.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from bench.machine import machine
 from bench.runs import Run, recorded_ids, run_of
 from bench.synthetic import MIXED, MODELS, write_model
 from bench.synthetic.recurrent_models import Qwen4Exp
+from ops.gpu.kv_layout import PAGE_TOKENS
+from runtime.engine.step import Step
+from runtime.experts.recording import RecordedExecutor
 
 F32 = NDArray[np.float32]
 
@@ -94,21 +100,26 @@ async def compare(
 ) -> dict[str, Any]:
     """The largest difference to the CPU of each token, and whether all GPU runs have one result."""
     settings: dict[str, Any] = {"n_batch": max(n_prompt, 512), "n_threads": n_threads}
+    chosen = {name: Choices() for name in ("cpu", "f32", "gpu")}
     async with run_of(path, "cpu", 2, n_prompt + n_tokens, **settings) as run:
+        chosen["cpu"].record_from(run)
         expected = await _logits(run, n_prompt, n_tokens, n_prompt)
     exact = {"cache_type_k": "f32", "cache_type_v": "f32"}
     async with run_of(path, "cpu", 2, n_prompt + n_tokens, **settings, **exact) as run:
+        chosen["f32"].record_from(run)
         moved = await _logits(run, n_prompt, n_tokens, n_prompt)
     results: dict[str, F32] = {}
     async with run_of(path, "cuda", 2, n_prompt + n_tokens) as run:
         facts = run.executor.describe()
         results["whole"] = await _logits(run, n_prompt, n_tokens, n_prompt)
-        results["cut"] = await _logits(run, n_prompt, n_tokens, 1 + n_prompt // 3)
+        results["cut"] = await _logits(run, n_prompt, n_tokens, cut_of(n_prompt))
         results["pair"] = await _logits(run, n_prompt, n_tokens, n_prompt, pair=True)
         is_moe = "experts" in facts
     for slots in caches if is_moe else []:
         few = {"moe_expert_cache": slots, "n_threads": n_threads}
         async with run_of(path, "cuda", 2, n_prompt + n_tokens, **few) as run:
+            chosen["gpu"] = Choices()
+            chosen["gpu"].record_from(run)
             results[f"cache {slots}"] = await _logits(run, n_prompt, n_tokens, n_prompt)
             facts[f"cache {slots}"] = _experts(run.executor.describe())
     whole = results["whole"]
@@ -124,16 +135,69 @@ async def compare(
         "largest_of_cpu_with_f32_cache": float(alone.max()),
         "tokens_within_tolerance": f"{int((errors <= TOLERANCE).sum())} of {len(errors)}",
         "same_best_token": float((whole.argmax(1) == expected.argmax(1)).mean()),
+        "routing": routing(chosen["cpu"], chosen["gpu"], errors),
+        "routing_of_cpu_with_f32_cache": routing(chosen["cpu"], chosen["f32"], alone),
         "same_bits": all(same.values()),
         "bits": same,
         "experts": {k: v for k, v in facts.items() if k.startswith(("expert", "cache "))},
     }
 
 
+def cut_of(n_prompt: int) -> int:
+    """Tokens of a piece, about a third: whole pages, as the scheduler cuts prompts of models with
+    recurrent layers, whose bits depend on other cuts."""
+    return PAGE_TOKENS * max(1, n_prompt // (3 * PAGE_TOKENS))
+
+
 def relative(logits: F32, expected: F32) -> NDArray[np.float64]:
     """The largest difference of each token's logits, of the largest one that was expected."""
     differences = np.abs(logits.astype(np.float64) - expected)
     return np.asarray(differences.max(1) / np.abs(expected).max(1))
+
+
+class Choices:
+    """The experts of every token of one text, as a recorder sees them."""
+
+    def __init__(self) -> None:
+        self._seen: list[NDArray[np.int32]] = []
+
+    def record_from(self, run: Run) -> None:
+        """See what `run` chooses from now on, if it says."""
+        if isinstance(run.executor, RecordedExecutor):
+            run.executor.recorder = self
+
+    def record(self, step: Step, choices: NDArray[np.int32]) -> None:
+        """See `RoutingRecorder.record`."""
+        self._seen.append(np.sort(choices, axis=2))
+
+    @property
+    def all(self) -> NDArray[np.int32]:
+        """i32[n_layers, n_tokens, n_used], sorted; nothing was seen: of no layers."""
+        return np.concatenate(self._seen, axis=1) if self._seen else np.empty((0, 0, 0), np.int32)
+
+
+def routing(
+    expected: Choices, found: Choices, errors: NDArray[np.float64]
+) -> dict[str, Any] | None:
+    """Of the tokens with these errors, the last ones, and of all before them: choices that differ.
+
+    None where one of both does not know its choices.
+    """
+    n_tokens, a, b = len(errors), expected.all, found.all
+    if a.shape != b.shape or not a.size:
+        return None
+    known = (a >= 0).all(axis=2) & (b >= 0).all(axis=2)
+    differs = known & (a != b).any(axis=2)
+    own = differs[:, -n_tokens:].any(axis=0)
+    return {
+        "choices": int(known.sum()),
+        "that_differ": int(differs.sum()),
+        "tokens": n_tokens,
+        "tokens_that_differ": int(own.sum()),
+        "largest_error_of_equal_tokens": float(errors[~own].max(initial=0.0)),
+        "median_error_of_equal_tokens": float(np.median(errors[~own])) if (~own).any() else None,
+        "largest_error_of_others": float(errors[own].max(initial=0.0)),
+    }
 
 
 async def _logits(run: Run, n_prompt: int, n_tokens: int, cut: int, pair: bool = False) -> F32:

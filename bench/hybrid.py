@@ -1,13 +1,17 @@
 """Models whose experts exceed the GPU's memory: speed, hits, and the share of what is possible.
 
     python -m bench hybrid glm-5.3-flash:12 --limits 22,44 --out result.json
-    python -m bench hybrid model.gguf --limits 22
+    python -m bench hybrid model.gguf --residency 25,50,75 --modes cache,layers,auto
 
-NAME:LAYERS is a file of that shape with so many of its layers, written first. It gets as many slots
-a layer for experts as the engine's plan gives the whole model on a GPU of so many GiB. Tokens are
-forced: the words of a recorded text. A whole model's speed is reckoned from the layers
-that ran: their number times the time of one, and the output matrix once. V, M and P are bare reads
-of the same run; T_s is the bound without overlap of layers (bench/bounds.py).
+NAME:LAYERS is a file of that shape with so many of its layers, written first. With limits it gets
+as many slots a layer for experts as the engine's plan gives the whole model on a GPU of so many
+GiB; with residencies there is room for that share of its routed experts, in percent.
+
+Tokens are forced: the words of a recorded text. Steps are timed the way an engine makes an answer,
+which runs ahead of the host, and beside that (`executor`) one at a time, with logits for the host.
+A whole model's speed is reckoned from the layers that ran: their number times the time of one, and
+the output matrix once. V, M and P are bare reads of the same run; T_s is the bound without overlap
+of layers (bench/bounds.py).
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +32,32 @@ from bench.agree import model_file
 from bench.bounds import Rates, TokenWork, overlapped_seconds, serial_seconds
 from bench.machine import machine
 from bench.read_rates import GPUReads, host_bytes_per_second, link_bytes_per_second
-from bench.runs import Run, in_graph_us, recorded_ids, run_of
+from bench.residency import experts_of, limit_of
+from bench.runs import Run, config_of, in_graph_us, recorded_ids, run_of
 from bench.synthetic import MODELS
 from bench.whole_model import held
+from runtime.experts.totals import ON_CPU, ON_GPU
 from runtime.models import open_model
 from runtime.models.model import Model
 from runtime.models.sizes import ModelSizes, model_sizes
 
-ON_CPU, ON_GPU = 0, 1
 HOST_BYTES = 4 << 30
-I64 = NDArray[np.int64]
 
 
 def main(argv: list[str]) -> int:
     """Measure what the arguments ask for and write the result file if one is named."""
     parser = argparse.ArgumentParser(prog="python -m bench hybrid", description=__doc__)
     parser.add_argument("model", help="GGUF file, or NAME:LAYERS of `python -m bench synthetic`")
-    parser.add_argument("--limits", default="22,44", help="GiB of the GPU's memory, with commas")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--limits", default="22,44", help="GiB of the GPU's memory, with commas")
+    size.add_argument("--residency", help="percent of the experts that have room, with commas")
+    parser.add_argument(
+        "--modes", default="auto", help="of the experts' cache: cache, layers, auto"
+    )
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=96, help="forced tokens that are timed")
+    parser.add_argument("--prompts", type=int, default=2, help="times that it is read")
+    parser.add_argument("--alone", type=int, default=32, help="tokens that are timed one at a time")
     parser.add_argument("--warm", type=int, default=160, help="forced tokens before them")
     parser.add_argument("--n-batch", type=int, help="tokens of a prompt chunk; default as planned")
     parser.add_argument("--threads", type=int, help="CPU workers; default one a core")
@@ -54,22 +65,61 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     name, path = args.model.partition(":")[0], model_file(args.model, args.folder)
-    rows = []
-    for text in args.limits.split(","):
-        row = asyncio.run(measure(path, name, float(text), args))
+    rows: list[dict[str, Any]] = []
+    settings = {k: str(v) for k, v in vars(args).items()}
+    rates: list[Rates] = []
+    for point in points(path, name, args):
+        row = asyncio.run(measure(path, name, point, args, rates))
         rows.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "step_us"}), flush=True)
-    if args.out:
-        settings = {k: str(v) for k, v in vars(args).items()}
-        report = {"machine": machine(), "settings": settings, "rows": rows}
-        args.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        if args.out:
+            report = {"machine": machine(), "settings": settings, "rows": rows}
+            args.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
     return 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured once: its name in the result, the settings, what is told of them."""
+
+    label: dict[str, object]
+    settings: dict[str, Any]
+    told: dict[str, object]
+
+
+def points(path: Path, name: str, args: argparse.Namespace) -> Iterator[Point]:
+    """All of them."""
+    n_text = args.prompt + args.warm + args.tokens + 1
+    shared: dict[str, Any] = {"n_batch": args.n_batch, "n_threads": args.threads}
+    modes = args.modes.split(",")
+    if args.residency:
+        config = config_of(path, "cuda", 1, n_text, **shared)
+        for text in args.residency.split(","):
+            limit = limit_of(config, float(text))
+            planned = experts_of(replace(config, vram_limit=limit))
+            told: dict[str, object] = {"planned": str(planned.holding), "reason": planned.reason}
+            for mode in modes:
+                settings = {**shared, "vram_limit": limit, "moe_cache": (("mode", mode),)}
+                label = {"residency": float(text), "mode": mode, "limit_gib": round(limit, 3)}
+                yield Point(label, settings, told)
+        return
+    for text in args.limits.split(","):
+        limit, label = float(text), {"limit_gib": float(text)}
+        if name in MODELS:
+            whole = held(MODELS[name], limit, n_text, args.n_batch)
+            settings = {**shared, "moe_expert_cache": whole.slots, "n_batch": whole.n_batch}
+            yield Point(label, settings, {"whole_model": asdict(whole)})
+        else:
+            for mode in modes:
+                settings = {**shared, "vram_limit": limit, "moe_cache": (("mode", mode),)}
+                yield Point({**label, "mode": mode}, settings, {})
 
 
 @dataclass(frozen=True)
 class Measured:
     """What ran: seconds, microseconds of each timed token, experts of each MoE layer a token by who
-    served them, layers that missed, the waits of a step, the model's sizes, bare reads."""
+    served them, layers that missed, the waits of a step, the model's sizes, bare reads; steps one
+    at a time."""
 
     opened: float
     prompts: list[float]
@@ -80,41 +130,54 @@ class Measured:
     sizes: ModelSizes
     rates: Rates
     facts: dict[str, object]
+    alone: list[float]
 
 
-async def measure(path: Path, name: str, limit: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One run: the prompt, warm tokens, timed tokens, then the bare reads."""
+async def measure(
+    path: Path, name: str, point: Point, args: argparse.Namespace, rates: list[Rates]
+) -> dict[str, Any]:
+    """One run: the prompt, warm tokens, timed tokens, then the bare reads, unless `rates` has them:
+    those of the first point are all points'."""
     n_text = args.prompt + args.warm + args.tokens + 1
-    settings: dict[str, Any] = {"n_batch": args.n_batch, "n_threads": args.threads}
-    plan: dict[str, object] = {}
-    if name in MODELS:
-        whole = held(MODELS[name], limit, n_text, args.n_batch)
-        settings |= {"moe_expert_cache": whole.slots, "n_batch": whole.n_batch}
-        plan = {"whole_model": asdict(whole)}
-    else:
-        settings["vram_limit"] = limit
     began = time.perf_counter()
-    async with run_of(path, "cuda", 1, n_text, **settings) as run:
+    async with run_of(path, "cuda", 1, n_text, **point.settings) as run:
         opened = time.perf_counter() - began
-        text = recorded_ids(n_text, run.limits.n_vocab)
-        prompts = [await _timed_prompt(run, text, args.prompt) for _ in range(2)]
+        text = recorded_ids(n_text + 1, run.limits.n_vocab)
+        prompts = [await _timed_prompt(run, text, args.prompt) for _ in range(args.prompts)]
         first = args.prompt + args.warm
-        await decode(run, text, args.prompt, first)
-        used = usage(run)
-        steps, missed = await decode(run, text, first, n_text - 1)
-        counts = (usage(run) - used) / len(steps)
-        stamped = range(n_text - 1 - len(steps) // 4, n_text)
+        await run.run_ahead(text, args.prompt, first)
+        before = uploads(run)
+        timed = await run.run_ahead(text, first, n_text - 1)
+        n_uploads = (uploads(run) - before) / len(timed.us)
+        alone = [await _decoded(run, text, at) for at in range(n_text - 1 - args.alone, n_text - 1)]
+        stamped = range(n_text - 1 - len(timed.us) // 4, n_text)
         waits = await in_graph_us(run, [run.decode_step([text], at) for at in stamped])
         with open_model(path) as model:
             sizes = model_sizes(model.spec, model.file.tensors)
-            rates = await asyncio.to_thread(read_rates_of, run, model)
+            if not rates:
+                rates.append(await asyncio.to_thread(read_rates_of, run, model))
         facts = run.executor.describe()
-    found = Measured(opened, prompts, steps, counts, missed, waits, sizes, rates, facts)
+        executor: Any = run.executor
+        (holding,) = executor.planned.experts
+    found = Measured(
+        opened,
+        prompts,
+        timed.us,
+        timed.counts.mean(axis=0),
+        float((timed.counts[:, :, ON_CPU] > 0).sum(axis=1).mean()) if timed.counts.size else 0.0,
+        waits,
+        sizes,
+        rates[0],
+        facts,
+        alone,
+    )
     return {
-        "limit_gib": limit,
-        **plan,
+        **point.label,
+        **point.told,
+        "holding": f"{holding.holding}: {sum(holding.slots)} slots",
         **speeds(found, name, args.prompt),
         **shares(found, n_text),
+        "uploads_a_token": round(n_uploads, 2),
         "executor": {k: v for k, v in facts.items() if k.startswith("expert") or k == "gpu"},
     }
 
@@ -125,13 +188,15 @@ def speeds(found: Measured, name: str, n_prompt: int) -> dict[str, Any]:
     n_whole = MODELS[name].n_layers if name in MODELS else n_layers
     output = 1e6 * found.sizes.output_bytes / found.rates.gpu
     whole = output + (us - output) * n_whole / n_layers
-    prompt_rates = [round(n_prompt / seconds, 1) for seconds in found.prompts]
+    prompt_rates = [round(n_prompt / seconds, 1) for seconds in found.prompts] or [0.0]
     return {
         "layers": f"{n_layers} of {n_whole}",
         "opened_seconds": round(found.opened, 2),
         "step_us": [round(t, 1) for t in found.steps],
         "median_us": round(us, 1),
         "tokens_per_second": round(1e6 / us, 2),
+        "mean_tokens_per_second": round(1e6 / float(np.mean(found.steps)), 2),
+        "alone_us": round(float(np.median(found.alone)), 1) if found.alone else None,
         "whole_model_tokens_per_second": round(1e6 / whole, 2),
         "prompt_tokens_per_second": prompt_rates,
         "whole_model_prompt_tokens_per_second": round(max(prompt_rates) * n_layers / n_whole, 1),
@@ -154,23 +219,22 @@ def shares(found: Measured, n_keys: int) -> dict[str, Any]:
     }
 
 
-async def decode(run: Run, text: Any, first: int, end: int) -> tuple[list[float], float]:
-    """Force tokens first .. end: microseconds of each, and how many layers missed on average."""
-    times, n_missed, before = [], 0, usage(run)
-    for position in range(first, end):
-        began = time.perf_counter()
-        await run.decode([text], position)
-        times.append(1e6 * (time.perf_counter() - began))
-        now = usage(run)
-        n_missed += int((now[:, ON_CPU] > before[:, ON_CPU]).sum())
-        before = now
-    return times, n_missed / max(len(times), 1)
+async def _decoded(run: Run, text: Any, position: int) -> float:
+    """Microseconds of a step that gives its logits to the host."""
+    began = time.perf_counter()
+    await run.decode([text], position)
+    return 1e6 * (time.perf_counter() - began)
 
 
-def usage(run: Run) -> I64:
+def usage(run: Run) -> NDArray[np.int64]:
     """i64[n_layers, kinds]: who has served how many experts so far; empty where the GPU has all."""
     experts = run.experts()
     return np.zeros((0, 2), np.int64) if experts is None else experts.usage.by_layer.copy()
+
+
+def uploads(run: Run) -> int:
+    """Experts that have set out for the GPU so far."""
+    return int(str(run.executor.describe().get("expert_uploads", 0)))
 
 
 def token_work(

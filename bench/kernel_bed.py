@@ -30,9 +30,6 @@ TURNS, MOST_TURNS = 24, 256
 COLD_BYTES = 192 << 20
 """So many bytes apart nothing is left in a GPU's cache."""
 
-LARGE_SHARED_BYTES = 48 << 10
-"""More dynamic shared memory than this has to be allowed."""
-
 
 R = TypeVar("R", bound=Resource)
 
@@ -130,8 +127,7 @@ class Bed:
             module = self._own(Module(self.device, kernel.text, kernel.entry, self._cache))
             self._functions[kernel.text_hash] = module.function(kernel.entry)
         function = self._functions[kernel.text_hash]
-        if shared_bytes > LARGE_SHARED_BYTES:
-            function.allow_shared_bytes(shared_bytes)
+        function.allow_shared_bytes(shared_bytes)
         x, y, z = (*grid, 1, 1)[:3]
         packed = kernel.pack(**arguments)
         return Launch(

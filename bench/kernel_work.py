@@ -33,6 +33,8 @@ def experts(bed: Bed, fmt: BlockFormat, n: int, n_ff: int, n_tokens: int) -> Wor
     addresses = np.zeros((len(chosen), n_slots, 4), np.uint64)
     addresses[..., :3] = np.array(matrices, np.uint64)[chosen]
     table, grid_table = bed.place(addresses), bed.grid_table(fmt)
+    tables = [table + addresses[0].nbytes * index for index in range(len(chosen))]
+    n_bytes = round(per_expert * np.mean([len(np.unique(of_turn)) for of_turn in chosen]))
     team = best_team(fmt, n)
     first = in_one_wave(
         gate_up_launch(fmt, team, overlapped=bed.overlapped),
@@ -52,8 +54,8 @@ def experts(bed: Bed, fmt: BlockFormat, n: int, n_ff: int, n_tokens: int) -> Wor
     h, y = bed.zeros(4 * n_slots * n_ff), bed.zeros(4 * n_slots * n)
     common = {"h": h, "table": grid_table, "choices": 0}
 
-    def turn(index: int) -> list[Launch]:
-        here = {**common, "experts": table + addresses[0].nbytes * index}
+    def turn(experts_at: int) -> list[Launch]:
+        here = {**common, "experts": experts_at}
         gate_up = bed.launch(
             expert_gate_up(fmt, first),
             first.grid(n_ff, n_slots),
@@ -88,8 +90,7 @@ def experts(bed: Bed, fmt: BlockFormat, n: int, n_ff: int, n_tokens: int) -> Wor
         )
         return [gate_up, down]
 
-    n_bytes = round(per_expert * np.mean([len(np.unique(of_turn)) for of_turn in chosen]))
-    return Work(f"{n}x{n_ff}", n_slots, n_bytes, [turn(i) for i in range(len(chosen))])
+    return Work(f"{n}x{n_ff}", n_slots, n_bytes, [turn(at) for at in tables])
 
 
 def single_linear(bed: Bed, fmt: BlockFormat, n: int, n_rows: int) -> Work:
@@ -113,6 +114,7 @@ def single_linear(bed: Bed, fmt: BlockFormat, n: int, n_rows: int) -> Work:
             "n": n,
             "n_segments": 1,
             "y_stride": n_rows,
+            "late": 0,
         }
         shared_bytes = launch.shared_bytes(fmt, n)
         return [bed.launch(linear(fmt, launch), (n_blocks, 1), arguments, shared_bytes)]

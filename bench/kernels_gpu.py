@@ -4,7 +4,7 @@
 
 A kernel's launches follow each other in a graph as in a step, each with other weights, out of a
 pool that no cache holds; a bare read of as many bytes, in the same run, is what it is compared
-with. Every run of the graph is in the file. `experts` is a pair: gate and up, then down.
+with. Every run of the graph is in the file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.kernel:8} {self.format:8} {self.shape:12} {self.vectors:4} vectors "
+            f"{self.kernel:11} {self.format:8} {self.shape:12} {self.vectors:4} vectors "
             f"{self.us:8.2f} us {self.gb_per_s:6.0f} GB/s {100 * self.share_of_read:4.0f} %"
         )
 
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     """Measure what the arguments ask for and print one line a kernel, format and shape."""
     parser = argparse.ArgumentParser(prog="python -m bench kernels_gpu", description=__doc__)
     parser.add_argument("--formats", default=",".join(GPU_FORMATS), help="names, comma-separated")
-    parser.add_argument("--kernels", default=",".join(KERNELS), help="of experts,linear,gemm")
+    parser.add_argument("--kernels", default=",".join(KERNELS), help="of " + ",".join(KERNELS))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args(argv)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ops.gpu.kv_layout import PAGE_TOKENS
 from ops.gpu.linear import SEGMENT
+from ops.gpu.streams import N_MIX, N_STREAM
 from ops.quants import FORMATS, BlockFormat
 from runtime.cuda.stream import Stream
 from runtime.engine.gpu.launch_plan import PlannedLaunch
@@ -86,6 +87,20 @@ def _delta_net(
     return 2 * F32_BYTES * n_state * shape.n_sequences
 
 
+def _dense(
+    launch: PlannedLaunch, a: Mapping[str, float], shape: StepShape, position: int, read: Read
+) -> int:
+    """One matrix, or that of the gates and that of the decays."""
+    n_matrices = 2 if "decay_matrix" in a else 1
+    return n_matrices * int(a["n_rows"]) * _format(launch).row_bytes(int(a["n"]))
+
+
+def _mix(
+    launch: PlannedLaunch, a: Mapping[str, float], shape: StepShape, position: int, read: Read
+) -> int:
+    return F32_BYTES * N_MIX * N_STREAM * int(a["n"])
+
+
 COUNTS = {
     "linear": _linear,
     "gemm": _gemm,
@@ -93,6 +108,9 @@ COUNTS = {
     "expert_down": _expert,
     "attention": _attention,
     "delta_net": _delta_net,
+    "delta_gates": _dense,
+    "dense_down": _dense,
+    "mix_streams": _mix,
 }
 """By entry, without the format."""
 

@@ -9,24 +9,31 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.gpu.sampling import CHAIN, EDIT, PENALTIES
 from runtime.config import EngineConfig
 from runtime.engine import placement
 from runtime.engine.executor import Executor
-from runtime.engine.step import Step, StepKind, StepResult
+from runtime.engine.step import DeviceWork, Step, StepKind, StepResult
+from runtime.experts.totals import N_KINDS
 from runtime.progress import Progress
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 
 RECORDED = Path(__file__).parent / "moe" / "code.txt"
 """Its words are the forced tokens: they repeat as a real text does, whatever the vocabulary."""
 WAIT_SECONDS = 0.05
 PINNING_SECONDS = 120.0
+FORCING = 1e9
+"""Added to a token's logit: it is the one that is chosen."""
+CANDIDATES = 40
 
 
 def recorded_ids(n: int, n_vocab: int) -> I32:
@@ -34,6 +41,15 @@ def recorded_ids(n: int, n_vocab: int) -> I32:
     words = re.findall(r"\w+|[^\w\s]|\n\s*", RECORDED.read_text())
     ids = [zlib.crc32(word.encode()) % n_vocab for word in words]
     return np.resize(np.array(ids, np.int32), n)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Steps that were timed: microseconds of each, from the end of the one before, and who served
+    the experts of its token, i64[n_steps, n_moe_layers, N_KINDS] (no layers: the GPU has all)."""
+
+    us: list[float]
+    counts: I64
 
 
 class Run:
@@ -61,6 +77,48 @@ class Run:
     async def decode(self, texts: Sequence[I32], position: int) -> StepResult:
         """One token of each text, at the same position."""
         return await self.executor.run(self.decode_step(texts, position))
+
+    async def run_ahead(self, text: I32, first: int, end: int) -> Timed:
+        """Force tokens first .. end of sequence 0 the way an engine's answer is made: the GPU
+        chooses each token, and where the executor runs ahead, the next step waits behind it.
+
+        What is chosen is the text's next token, for its logit is raised; the text has one more.
+        Raises: RuntimeError where another token was chosen.
+        """
+        executor: Any = self.executor
+        follows = bool(executor.runs_ahead)
+        times, counts = [], []
+        began = time.perf_counter()
+        flight = await executor.begin(self._forcing(text, first, follows=False))
+        for position in range(first, end):
+            behind = None
+            if follows and position + 1 < end:
+                behind = await executor.begin(self._forcing(text, position + 1, follows=True))
+            await asyncio.sleep(0)  # a caller would read the token before
+            result = await flight.result()
+            now = time.perf_counter()
+            times.append(1e6 * (now - began))
+            began = now
+            counts.append(_counts_of(result))
+            if result.chosen is None or result.chosen.tokens[0] != text[position + 1]:
+                raise RuntimeError(f"another token than that of the text at {position + 1}")
+            if behind is None and position + 1 < end:
+                behind = await executor.begin(self._forcing(text, position + 1, follows=False))
+            flight = behind
+        return Timed(times, np.array(counts))
+
+    def _forcing(self, text: I32, position: int, *, follows: bool) -> Step:
+        """The step of `text[position]`, behind which the next one of the text is chosen."""
+        step = self.decode_step([text], position)
+        edits, chain = np.zeros(1, EDIT), np.zeros(1, CHAIN)
+        edits["id"], edits["bias"] = text[position + 1], FORCING
+        chain["top_p"], chain["temperature"], chain["position"] = 0.95, 0.8, position + 1
+        chain["log_min_p"], chain["min_keep"] = -np.inf, 1
+        penalties = np.zeros(1, PENALTIES)
+        penalties["repeat"] = 1.0
+        work = (DeviceWork(CANDIDATES, edits, penalties, chain),)
+        tokens = np.array([-1], np.int32) if follows else step.token_ids
+        return replace(step, token_ids=tokens, sampling=work, follows=follows)
 
     def decode_step(self, texts: Sequence[I32], position: int) -> Step:
         """The step of `decode`."""
@@ -101,6 +159,14 @@ class Run:
         return held if hasattr(held, "usage") else None
 
 
+def config_of(
+    model: Path | None, device: str, n_sequences: int, n_tokens: int, **settings: Any
+) -> EngineConfig:
+    """Room for so many sequences of so many tokens."""
+    n_ctx = n_sequences * (-(-n_tokens // 64) * 64 + 64)
+    return EngineConfig(model=model, device=device, n_ctx=n_ctx, n_parallel=n_sequences, **settings)
+
+
 @asynccontextmanager
 async def run_of(
     model: Path | None, device: str, n_sequences: int, n_tokens: int, **settings: Any
@@ -111,10 +177,7 @@ async def run_of(
     """
     # What earlier runs used must not fill the cache of this one.
     os.environ["LLAMA_MOE_CACHE_PROFILE"] = "0"
-    n_ctx = n_sequences * (-(-n_tokens // 64) * 64 + 64)
-    config = EngineConfig(
-        model=model, device=device, n_ctx=n_ctx, n_parallel=n_sequences, **settings
-    )
+    config = config_of(model, device, n_sequences, n_tokens, **settings)
     opened = await asyncio.to_thread(placement.open_placed, config, Progress())
     try:
         run = Run(opened.executor, n_sequences)
@@ -142,6 +205,12 @@ async def in_graph_us(run: Run, steps: Sequence[Step]) -> dict[str, float]:
         str(name): round(1e6 * sum(t.parts.get(name, 0.0) for t in times) / len(times), 1)
         for name in names
     }
+
+
+def _counts_of(result: StepResult) -> I64:
+    """i64[n_moe_layers, N_KINDS]: who served a step's experts, layers of all GPUs in a row."""
+    uses = [use.counts.sum(axis=0) for _, parts in result.uses for use in parts]
+    return np.concatenate(uses) if uses else np.zeros((0, N_KINDS), np.int64)
 
 
 async def _until_pinned(run: Run) -> None:

@@ -5,7 +5,9 @@
 First every request of a fixed set runs alone with the expert cache off. Then several clients send
 the same requests in phases, each with its own vocabulary, so that the experts in use change; some
 leave early, and the expert cache is resized while they wait. Every token has to be the one of the
-first run. Memory is looked at between the warm-up and the end.
+first run. Every look at the memory also compares a few experts on the GPU with the file. Growth is
+what the memory holds more at the end than after the warm-up, without the cache's slots, which come
+and go with resizes.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,12 +26,14 @@ import numpy as np
 
 import runtime
 from bench.machine import machine
+from bench.slot_check import GPUMemory, SlotCheck, cache_of, vram_for
 
-N_TOPICS, A_TOPIC = 6, 8
-PHASE_SECONDS = 20.0
+N_TOPICS = 6
+SHORTEST = 8
 LOOK_SECONDS = 5.0
 WARM_SHARE = 0.3
 LEAVES_EARLY = 0.2
+SLOTS_A_LOOK = 4
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,23 @@ class Outcome:
     tokens: int = 0
     wrong: int = 0
     resizes: int = 0
+    slots_checked: int = 0
+    slots_wrong: int = 0
     looks: list[dict[str, float]] = field(default_factory=list)
 
 
-def requests(n_vocab: int, longest: int, seed: int) -> list[Request]:
-    """The fixed set: a topic's prompts use an eighth of the vocabulary."""
+def requests(n_vocab: int, longest: int, answer: int, a_topic: int, seed: int) -> list[Request]:
+    """The fixed set: a topic's prompts use an eighth of the vocabulary.
+
+    longest, answer: a prompt and an answer have fewer tokens;  a_topic: requests of each topic
+    """
     rng = np.random.default_rng(seed)
     made = []
     for topic in range(N_TOPICS):
         words = rng.permutation(n_vocab)[: max(n_vocab // 8, 16)]
-        for i in range(A_TOPIC):
+        for i in range(a_topic):
             prompt = rng.choice(words, int(rng.integers(4, longest))).tolist()
-            n = int(rng.integers(8, 96))
+            n = int(rng.integers(min(SHORTEST, answer - 1), answer))
             params = (
                 runtime.SamplingParams.greedy(max_tokens=n, ignore_eos=True)
                 if i % 2
@@ -91,13 +100,15 @@ async def client(
     work: list[Request],
     expected: list[list[int]],
     until: float,
+    phase: float,
     seen: Outcome,
     rng: random.Random,
 ) -> None:
     """Send requests of the present phase's topic until the time is over."""
     while time.perf_counter() < until:
-        topic = int(time.perf_counter() / PHASE_SECONDS) % N_TOPICS
-        index = topic * A_TOPIC + rng.randrange(A_TOPIC)
+        topic = int(time.perf_counter() / phase) % N_TOPICS
+        a_topic = len(work) // N_TOPICS
+        index = topic * a_topic + rng.randrange(a_topic)
         leaves = rng.random() < LEAVES_EARLY
         wanted = expected[index]
         n = rng.randrange(1, len(wanted)) if leaves else None
@@ -108,42 +119,64 @@ async def client(
         seen.wrong += ids != wanted[: len(ids)] or (not leaves and len(ids) != len(wanted))
 
 
-async def watch(until: float, seen: Outcome) -> None:
-    """Look at the memory every few seconds."""
+async def watch(
+    engine: runtime.Engine,
+    until: float,
+    gpu: GPUMemory | None,
+    check: SlotCheck | None,
+    seen: Outcome,
+    rng: random.Random,
+) -> None:
+    """Look at the memory every few seconds, and at some slots."""
     began = time.perf_counter()
     while time.perf_counter() < until:
         await asyncio.sleep(min(LOOK_SECONDS, max(until - time.perf_counter(), 0.0)))
-        seen.looks.append({"seconds": time.perf_counter() - began, **await memory()})
+        look = {"seconds": time.perf_counter() - began, **await asyncio.to_thread(memory, gpu)}
+        look |= {"answers": seen.answers, "wrong": seen.wrong, "resizes": seen.resizes}
+        if check is not None:
+            look["slots_mib"] = slots_mib(engine)
+            checked, wrong = await check.some(engine, SLOTS_A_LOOK, rng)
+            seen.slots_checked += checked
+            seen.slots_wrong += wrong
+        seen.looks.append(look)
 
 
-async def resize(engine: runtime.Engine, sizes: list[float], until: float, seen: Outcome) -> None:
-    """Give the expert cache another size every half phase."""
-    while sizes and time.perf_counter() < until - PHASE_SECONDS:
-        await asyncio.sleep(PHASE_SECONDS / 2)
-        await engine.resize(vram=sizes[seen.resizes % len(sizes)])
+def slots_mib(engine: runtime.Engine) -> float:
+    """Of the cache's slots now."""
+    n_bytes = engine.executor.describe().get("expert_bytes", 0)
+    return float(str(n_bytes)) / 2**20
+
+
+async def resize(
+    engine: runtime.Engine, sizes: list[int], until: float, phase: float, seen: Outcome
+) -> None:
+    """Give the expert cache another size every half phase: experts a layer, in turn."""
+    while sizes and time.perf_counter() < until - phase:
+        await asyncio.sleep(phase / 2)
+        await engine.resize(vram=vram_for(engine, sizes[seen.resizes % len(sizes)]))
         seen.resizes += 1
 
 
-async def memory() -> dict[str, float]:
-    """MiB of this process in RAM, and of all GPUs that are taken."""
-    statm = await asyncio.to_thread(Path("/proc/self/statm").read_text)
-    pages = int(statm.split()[1])
+def memory(gpu: GPUMemory | None) -> dict[str, float]:
+    """MiB of this process in RAM, and of the GPUs' memory that is taken."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"ram_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20}
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        run = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return found
-    return found | {"vram_mib": float(sum(map(int, run.stdout.split())))}
+    return found if gpu is None else found | {"vram_mib": gpu.taken() / 2**20}
 
 
-def growth(looks: list[dict[str, float]], key: str) -> float | None:
-    """MiB more at the end than after the warm-up, by the medians of three looks."""
-    values = [look[key] for look in looks if key in look]
+def growth(looks: list[dict[str, float]], key: str, *, without_slots: bool = False) -> float | None:
+    """MiB more at the end than after the warm-up, by the medians of the first and the last third
+    of the looks after it: steps take and give back some memory all the time."""
+    values = [
+        look[key] - (look.get("slots_mib", 0.0) if without_slots else 0.0)
+        for look in looks
+        if key in look
+    ]
     start = int(len(values) * WARM_SHARE)
     if len(values) - start < 6:
         return None
-    return float(np.median(values[-3:]) - np.median(values[start : start + 3]))
+    third = (len(values) - start) // 3
+    return float(np.median(values[-third:]) - np.median(values[start : start + third]))
 
 
 async def soak(args: argparse.Namespace) -> dict[str, object]:
@@ -151,39 +184,62 @@ async def soak(args: argparse.Namespace) -> dict[str, object]:
     shared = {
         "model": args.model,
         "device": args.device,
-        "n_ctx": args.streams * (args.longest + 128),
+        "n_ctx": args.streams * (args.longest + args.answer + 32),
         "n_parallel": args.streams,
         "vram_limit": args.vram_limit,
     }
-    off = 0 if args.device != "cpu" else None
+    off = 0 if args.device != "cpu" else -1
     async with runtime.open_engine(runtime.EngineConfig(**shared, moe_expert_cache=off)) as engine:
-        work = requests(engine.model.n_vocab, args.longest, args.seed)
+        work = requests(engine.model.n_vocab, args.longest, args.answer, args.a_topic, args.seed)
         expected = [await answer(engine, request) for request in work]
     print(f"{len(work)} requests ran with the cache off, {sum(map(len, expected))} tokens")
     config = runtime.EngineConfig(**shared, moe_expert_cache=args.cache)
-    seen = Outcome()
+    seen, began = Outcome(), time.time()
     async with runtime.open_engine(config) as engine:
-        until = time.perf_counter() + 60 * args.minutes
-        async with asyncio.TaskGroup() as tasks:
-            for i in range(args.streams + 2):  # two always wait for a place
-                rng = random.Random(args.seed + i)
-                tasks.create_task(client(engine, work, expected, until, seen, rng))
-            tasks.create_task(watch(until, seen))
-            tasks.create_task(resize(engine, args.resize, until, seen))
+        await clients(engine, args, work, expected, seen)
         facts = engine.executor.describe()
-    grown = {key: growth(seen.looks, key) for key in ("ram_mib", "vram_mib")}
+    on_host = args.device_in_ram
+    grown = {
+        "ram_mib": growth(seen.looks, "ram_mib", without_slots=on_host),
+        "vram_mib": growth(seen.looks, "vram_mib", without_slots=True),
+    }
     print(
         f"{seen.answers} answers ({seen.cancelled} left early), {seen.tokens} tokens, "
-        f"{seen.resizes} resizes: {seen.wrong} wrong; grown by {grown} MiB"
+        f"{seen.resizes} resizes: {seen.wrong} wrong; {seen.slots_checked} slots, "
+        f"{seen.slots_wrong} wrong; grown by {grown} MiB"
     )
     return {
         "machine": machine(),
+        "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
         "config": asdict(config),
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "executor": facts,
         "minutes": args.minutes,
         "grown": grown,
         **asdict(seen),
     }
+
+
+async def clients(
+    engine: runtime.Engine,
+    args: argparse.Namespace,
+    work: list[Request],
+    expected: list[list[int]],
+    seen: Outcome,
+) -> None:
+    """Let clients, resizes and looks run until the time is over."""
+    until = time.perf_counter() + 60 * args.minutes
+    with ExitStack() as resources:
+        cache = cache_of(engine)
+        gpu = None if args.device == "cpu" else resources.enter_context(GPUMemory())
+        check = None if cache is None else resources.enter_context(SlotCheck(engine, cache))
+        async with asyncio.TaskGroup() as tasks:
+            for i in range(args.streams + 2):  # two always wait for a place
+                rng = random.Random(args.seed + i)
+                tasks.create_task(client(engine, work, expected, until, args.phase, seen, rng))
+            rng = random.Random(args.seed)
+            tasks.create_task(watch(engine, until, gpu, check, seen, rng))
+            tasks.create_task(resize(engine, args.resize, until, args.phase, seen))
 
 
 def main(argv: list[str]) -> int:
@@ -194,16 +250,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--longest", type=int, default=300, help="tokens of a prompt")
+    parser.add_argument("--answer", type=int, default=96, help="tokens of an answer, fewer")
+    parser.add_argument("--a-topic", type=int, default=8, help="requests of a topic")
+    parser.add_argument("--phase", type=float, default=20.0, help="seconds of a topic")
     parser.add_argument("--vram-limit", type=float, help="GiB of each GPU")
-    parser.add_argument("--cache", type=int, help="experts of a layer in VRAM")
+    parser.add_argument("--cache", type=int, default=-1, help="experts of a layer in VRAM")
     parser.add_argument(
-        "--resize", type=float, nargs="*", default=[], help="GiB of VRAM, taken in turn"
+        "--resize", type=int, nargs="*", default=[], help="experts of a layer, taken in turn"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--device-in-ram", action="store_true", help="the GPU's memory is this process' (tests)"
+    )
     args = parser.parse_args(argv)
     os.environ["LLAMA_MOE_CACHE_PROFILE"] = "0"
     result = asyncio.run(soak(args))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
-    return int(bool(result["wrong"]))
+    return int(bool(result["wrong"] or result["slots_wrong"]))

@@ -32,6 +32,8 @@ from bench.runs import Run, in_graph_us, recorded_ids, run_of
 from runtime.cuda.graph import Launch
 from runtime.cuda.stream import Event, Stream
 from runtime.engine.gpu.launch_plan import PlannedLaunch
+from runtime.engine.gpu.step_shape import part_of as part_of_step
+from runtime.engine.gpu.step_shape import parts_of
 from runtime.engine.step import Step, StepKind
 
 NOT_ALONE = ("refresh", "report", "mailbox", "hand_over", "take_over", "fetch_experts")
@@ -134,8 +136,9 @@ async def step_row(run: Run, steps: Sequence[Step], name: str, reads: GPUReads) 
         began = time.perf_counter()
         await run.executor.run(step)
         times.append(1e6 * (time.perf_counter() - began))
-    kernels, n_launches, graph_us = await asyncio.to_thread(kernel_rows, run, steps[-1], reads)
-    row = breakdown(name, float(np.median(times)), graph_us, n_launches, kernels)
+    last, n_parts = last_part(run, steps[-1])
+    kernels, n_launches, graph_us = await asyncio.to_thread(kernel_rows, run, last, reads)
+    row = breakdown(name, float(np.median(times)), graph_us, n_launches, kernels, n_parts)
     print(table(row, kernels), flush=True)
     row["in_graph_us"] = await in_graph_us(run, steps)
     print(f"  by the GPU's clock: us {row['in_graph_us']}", flush=True)
@@ -144,10 +147,25 @@ async def step_row(run: Run, steps: Sequence[Step], name: str, reads: GPUReads) 
     return row
 
 
+def last_part(run: Run, step: Step) -> tuple[Step, int]:
+    """The part of `step` that the GPU performs last, by one graph, and how many parts there are."""
+    parts: Any = run.executor._parts  # type: ignore[attr-defined]
+    most = parts.shapes.most_tokens(step.kind, fetches=parts.experts.may_fetch)
+    spans = parts_of(step, most)
+    return (part_of_step(step, spans[-1])[0] if len(spans) > 1 else step), len(spans)
+
+
 def breakdown(
-    name: str, wall_us: float, graph_us: float | None, n_launches: int, kernels: list[KernelRow]
+    name: str,
+    wall_us: float,
+    graph_us: float | None,
+    n_launches: int,
+    kernels: list[KernelRow],
+    n_parts: int = 1,
 ) -> dict[str, Any]:
     """What is known of a step's time.
+
+    Of a step in several parts, each a graph, `wall_us` is of all and the rest of the last one.
 
     parts       the kernels' own times
     overlapped  by how much the graph is quicker than these together
@@ -162,11 +180,14 @@ def breakdown(
     row["kernels_us"] = total
     row["read_us"] = sum(kernel.read_us for kernel in kernels)
     row["parts_us"] = {k: round(v, 1) for k, v in sorted(parts.items(), key=lambda kv: -kv[1])}
-    if graph_us is None:
+    if n_parts > 1:
+        row["parts"] = n_parts
+    if graph_us is None and n_parts == 1:
         row["wait_us"] = wall_us - total
-    else:
+    elif graph_us is not None:
         row |= {"graph_us": graph_us, "overlapped_us": total - graph_us}
-        row["host_us"] = wall_us - graph_us
+        if n_parts == 1:
+            row["host_us"] = wall_us - graph_us
     return row
 
 
@@ -246,6 +267,8 @@ def table(row: dict[str, Any], kernels: list[KernelRow]) -> str:
         for name in ("wall", "graph", "kernels", "read", "overlapped", "host", "wait")
         if f"{name}_us" in row
     )
+    if "parts" in row:
+        head += f" (the kernels' of the last of {row['parts']} parts)"
     lines = [f"== {row['step']}: us {head}; {row['launches']} launches; {row['parts_us']}"]
     lines += [f"  {kernel}" for kernel in kernels]
     return "\n".join(lines)

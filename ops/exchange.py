@@ -7,7 +7,8 @@ that a value and the news of its arrival cross the link together.
 
 A post may bring a forecast besides: what the router of the next MoE layer makes of this layer's
 input, since that layer's is much like it. The CPU has the experts that it expects to be asked for
-brought into its caches while the GPU is on its way there; no result depends on it.
+brought into its caches while the GPU is on its way there; no result depends on it. A layer that
+misses nothing hands over its forecast alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ POSTED, N_MISSES, N_TOKENS = 0, 8, 12
 """u32 number of the last posted layer; u32 slots it misses, u32 tokens of the step."""
 FORECAST = 16
 """u32 bytes from the forecast of a token to that of the next one; 0: the post brings none."""
+FORESEEN = 64
+"""u32 number of the last layer that missed nothing and handed over a forecast alone: the GPU does
+not wait then, so the forecast and what belongs to it may be a later layer's. A post sets it to the
+number before its own, lest it fall behind by so much that it seems to be ahead."""
 HEARTBEAT = 128
 """u64 that changes as long as the team is alive."""
 FAILED = 256

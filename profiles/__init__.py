@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from profiles.errors import ProfileError
+from profiles.file_lock import alone_with
 from profiles.routing_trace import Phase, RoutingTrace, join, load_trace, save_trace
 from profiles.usage_profile import (
     ModelIdentity,
@@ -19,6 +20,7 @@ __all__ = [
     "ProfileError",
     "RoutingTrace",
     "UsageProfile",
+    "alone_with",
     "join",
     "load_profile",
     "load_trace",

@@ -33,6 +33,7 @@ RANGES = {
 
 MOE_SETTINGS = {
     "mode": "mode",
+    "misses": "misses",
     "policy": "policy",
     "window": "window",
     "recent": "window",
@@ -45,7 +46,8 @@ MOE_SETTINGS = {
     "halve_every": "halve_every",
 }
 """Names of a setting of the expert cache, and which of LLAMA_MOE_CACHE_... it is; `mode` is
-LLAMA_MOE_AUTO_MODE: cache, or layers (the seed's stock) for whole layers."""
+LLAMA_MOE_AUTO_MODE: cache, or layers (the seed's stock) for whole layers; `misses` who serves them:
+auto, cpu, or N for each N'th over the link."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ class Reason(StrEnum):
     SLOW_LINK        a link is far slower than it should be
     PROFILE_REFUSED  what was known of a model's use is not used
     FEWER_HITS       the experts on the GPU are used less than expected
+    SLOW_PROMPTS     kernels for single tokens read prompts
     """
 
     CACHE_OFF = "cache_off"
@@ -35,6 +36,7 @@ class Reason(StrEnum):
     SLOW_LINK = "slow_link"
     PROFILE_REFUSED = "profile_refused"
     FEWER_HITS = "fewer_hits"
+    SLOW_PROMPTS = "slow_prompts"
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+MANY_TESTS = 2000
+"""A run of so many is the whole suite, or most of it."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -13,3 +18,15 @@ def no_usage_profile() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLAMA_MOE_CACHE_PROFILE", "0")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_compiled_beside_the_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Before a long run, a process of its own begins with what later tests would wait for."""
+    if len(request.session.items) < MANY_TESTS:
+        yield
+        return
+    command = [sys.executable, "-m", "tests.support.compile_products"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+        yield
+        child.kill()

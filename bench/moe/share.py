@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 import runtime
 from bench.bounds import serial_seconds
-from bench.hybrid import ON_CPU, ON_GPU, read_rates_of, token_work, usage
+from bench.hybrid import read_rates_of, token_work, usage
 from bench.runs import Run
+from runtime.experts.totals import ON_CPU, ON_GPU
 from runtime.models import open_model
 from runtime.models.sizes import model_sizes
 

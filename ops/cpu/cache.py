@@ -1,7 +1,10 @@
 """Where compiled CPU kernels are kept between runs.
 
 Numba notices a changed file only if it holds the compiled function itself, not the files that the
-function was built from.  So every state of the sources has its own directory, named by a hash.
+function was built from.  So every state of the sources has its own directory, named by a hash, and
+so has every kind of processor.  Within it a kernel's files are named by what it is and not by where
+its source lies: all copies of the same sources share them, and no two kernels write to one file,
+so any number of processes may compile at the same time.
 """
 
 from __future__ import annotations
@@ -11,13 +14,19 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import llvmlite
+import llvmlite.binding
 import numba
+from numba.core import caching
 
 SOURCES = Path(__file__).resolve().parents[1]
+KERNEL_SOURCES = ("cpu", "quants", "*.py")
+"""Patterns of what CPU kernels are made of: the GPU's change nothing about them."""
 KEPT_DIRECTORIES = 8
 HASH_DIGITS = 16
 
@@ -60,9 +69,13 @@ def default_directory() -> Path:
 
 
 def source_hash() -> str:
-    """Hex digest of the sources of `ops` and of the compiler's versions."""
+    """Hex digest of what kernels are made of, of the compiler's versions and of the processor."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(SOURCES.rglob("*.py")):
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    digest.update(f"{llvmlite.binding.get_host_cpu_name()} {features}".encode())
+    found = [path for pattern in KERNEL_SOURCES for path in SOURCES.glob(pattern)]
+    files = [f for path in found for f in (path.rglob("*.py") if path.is_dir() else [path])]
+    for path in sorted(files):
         digest.update(str(path.relative_to(SOURCES)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:HASH_DIGITS]
@@ -84,3 +97,50 @@ def _remove_oldest(base: Path, keep: Path) -> None:
             continue
     for _, entry in sorted(used, reverse=True)[KEPT_DIRECTORIES - 1 :]:
         shutil.rmtree(entry, ignore_errors=True)
+
+
+BASE: Any = getattr(caching, "_CacheLocator", object)
+
+
+class KernelLocator(BASE):  # type: ignore[misc]
+    """Numba's question where it keeps a function, answered for those of these sources."""
+
+    def __init__(self, function: Callable[..., object], file: Path) -> None:
+        folder = file.relative_to(SOURCES).parent
+        self._directory = Path(numba.config.CACHE_DIR) / "-".join((SOURCES.name, *folder.parts))
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
+        numbers = [function.__code__.co_firstlineno, *values]
+        self._what = "-".join(str(number) for number in numbers)
+
+    def get_cache_path(self) -> str:
+        return str(self._directory)
+
+    def get_source_stamp(self) -> str:
+        """The directory's name is one already."""
+        return ""
+
+    def get_disambiguator(self) -> str:
+        return self._what
+
+    @classmethod
+    def from_function(cls, function: Callable[..., object], file: str) -> KernelLocator | None:
+        """None where this does not know the function: then Numba asks others."""
+        path = Path(file).resolve()
+        if not numba.config.CACHE_DIR or SOURCES not in path.parents:
+            return None
+        locator = cls(function, path)
+        try:
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+
+def register(implementation: Any) -> None:
+    """Have Numba ask `KernelLocator` first; a Numba that is made otherwise keeps its own way."""
+    known = getattr(implementation, "_locator_classes", None)
+    if known is not None and BASE is not object and KernelLocator not in known:
+        known.insert(0, KernelLocator)
+
+
+register(getattr(caching, "CacheImpl", getattr(caching, "_CacheImpl", None)))

@@ -12,10 +12,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from ops.cpu.cycles import cycle_counter
 from ops.cpu.job import args_record, job_kernel, record
 from ops.cpu.memory import array, load_i64, store_i64
 from ops.cpu.program import Program, address_of, aligned
-from ops.cpu.walk import cycle_counter
 
 CLOCK = args_record("clock", at="i8", last="i8", total="i8")
 """at     i64 that gets the counter

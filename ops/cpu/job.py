@@ -23,7 +23,7 @@ class JobKernel:
     """One job function; `address` compiles it, or loads it from the cache, once."""
 
     def __init__(self, function: Callable[[int, int, int], None]) -> None:
-        self.name = function.__name__
+        self.name, self.module = function.__name__, function.__module__
         self._function = function
         self._compiled: object = None
 

@@ -29,7 +29,7 @@ from ops.cpu.memory import (
 from ops.cpu.own_chunks import own_share
 from ops.cpu.program import LINE
 from ops.cpu.router import ROUTE
-from ops.cpu.serve import SERVE, U32, beat, sequence_of
+from ops.cpu.serve import HALF, SERVE, U32, beat, sequence_of
 
 LOOK_AHEAD = args_record(
     "look ahead",
@@ -63,8 +63,11 @@ PIECE = 1024
 
 @kernel_njit
 def posted_since(s):
-    """Whether something else than this layer was posted last."""
-    return (atomic_load(s.exchange + exchange.POSTED) - sequence_of(s)) & U32 != 0
+    """Whether a later layer has posted, or handed over a forecast."""
+    after = sequence_of(s) + 1
+    posted = (atomic_load(s.exchange + exchange.POSTED) - after) & U32
+    foreseen = (atomic_load(s.exchange + exchange.FORESEEN) - after) & U32
+    return posted < HALF or foreseen < HALF
 
 
 @kernel_njit
@@ -82,7 +85,7 @@ def expected(a, n_tokens, worker):
     for rank in range(n_used):
         for token in range(n_tokens):
             expert = np.int64(load_i32(routing.choices + 4 * (token * n_used + rank)))
-            if missing[expert] != CPU_COMPUTES:
+            if not 0 <= expert < a.n_expert or missing[expert] != CPU_COMPUTES:
                 continue
             known = False
             for i in range(n_listed):

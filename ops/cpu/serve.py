@@ -21,6 +21,7 @@ import numpy as np
 
 from ops import exchange
 from ops.cpu.activation import quantize_row
+from ops.cpu.cycles import YIELD_AFTER, YIELD_EVERY, cycle_counter
 from ops.cpu.experts import (
     BATCH_TOKENS,
     FEED_FORWARD,
@@ -46,7 +47,6 @@ from ops.cpu.memory import (
     store_i64,
 )
 from ops.cpu.own_chunks import take_chunk
-from ops.cpu.walk import YIELD_AFTER, YIELD_EVERY, cycle_counter
 
 SERVE = args_record(
     "serve",
@@ -131,6 +131,7 @@ QUANTIZED = 64
 """Where a worker's quantized hidden values begin, behind the tag that says whose they are."""
 BEAT_CYCLES = 1 << 20  # well below a millisecond: the line stays in every core's cache meanwhile
 BEAT_PAUSES = 256
+NOTHING, FORESEEN, POSTED = 0, 1, 2
 U32 = 0xFFFFFFFF
 HALF = 0x80000000
 
@@ -177,20 +178,25 @@ def turn_of(a):
 
 @kernel_njit
 def wait_for_layer(a):
-    """True once the layer is posted; False if it misses nothing, or the step is given up."""
+    """POSTED once the layer is posted, FORESEEN once it brings a forecast alone; else, if it misses
+    nothing or the step is given up, NOTHING."""
     epoch = load_i64(a.step + EPOCH)
     number = sequence_of(a)
     n_pauses = 0
     while True:
+        foreseen = (atomic_load(a.exchange + exchange.FORESEEN) - number) & U32
         ahead = (atomic_load(a.exchange + exchange.POSTED) - number) & U32
         if ahead == 0:
-            return True
-        if ahead < HALF:
-            return False
+            return POSTED
+        if ahead >= HALF and foreseen == 0:
+            return FORESEEN
+        if ahead < HALF or foreseen < HALF:
+            return NOTHING
         done = np.int64(load_i32(a.done))
         if (done - epoch) & U32 < HALF or load_i64(a.step + ABORT) != 0:
             # The step ended, so a post of this layer came before.
-            return (atomic_load(a.exchange + exchange.POSTED) - number) & U32 == 0
+            posted = (atomic_load(a.exchange + exchange.POSTED) - number) & U32 == 0
+            return POSTED if posted else NOTHING
         pause()
         n_pauses += 1
         if n_pauses % BEAT_PAUSES == 0:
@@ -253,8 +259,10 @@ def receive(args: int, chunk: int, worker: int) -> None:
     beat(a)
     if a.ahead != 0:
         store_i64(a.fetch_chunks, 0)
-    if not wait_for_layer(a):
-        store_i64(a.chunks, 0)
+    seen = wait_for_layer(a)
+    if seen != POSTED:
+        a.n_first = 1 if seen == FORESEEN and a.ahead != 0 else 0
+        store_i64(a.chunks, a.n_first)
         return
     n_misses = np.int64(load_i32(a.exchange + exchange.N_MISSES))
     n_active = group_misses(a, n_misses)

@@ -10,13 +10,9 @@ chunk moves on to the next job; jobs of one chunk it runs itself, without tellin
 
 from __future__ import annotations
 
-from typing import Any
+from numba import njit
 
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
+from ops.cpu.cycles import YIELD_AFTER, YIELD_EVERY, cycle_counter
 from ops.cpu.memory import (
     atomic_add,
     atomic_load,
@@ -55,25 +51,9 @@ NEXT = 0xFFFFFFFF
 FUTEX_WAIT_PRIVATE = 128
 FUTEX_WAKE_PRIVATE = 129
 SPIN_CYCLES = 500_000  # about 200 us between the end of a program and sleep
-YIELD_AFTER = 1_000  # pauses (about 40 us) in one wait before the core is offered to others
-YIELD_EVERY = 32  # pauses from then on: an offer takes longer than a hand-over should
 SLEEP_US = 200  # of a worker without futex, between two looks
 WOKEN_EACH = 2  # sleepers woken by one that wakes: the submitter pays for one only
 SHARES = 4  # a worker claims this fraction of its even share of the chunks that are left
-
-
-@intrinsic
-def cycle_counter(_: Any) -> tuple[Any, Any]:
-    """cycle_counter() -> int64, the time-stamp counter (or the nearest thing the machine has)."""
-
-    def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        function_type = ir.FunctionType(ir.IntType(64), [])
-        return builder.call(
-            cgutils.get_or_insert_function(builder.module, function_type, "llvm.readcyclecounter"),
-            [],
-        )
-
-    return types.int64(), codegen
 
 
 @njit("void(int64, int64)", nogil=True, cache=True)

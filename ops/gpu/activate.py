@@ -14,6 +14,7 @@ activation      index in `ACTIVATIONS`
 limit           of the clamped activations
 out             u8[rows, record_bytes]: records of the kind (of kind f32: rows at multiples of 64
                 bytes)
+first           address of the u32 number of the first row: those before it leave; 0: none does
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ PARAMS = (
     ("activation", "u32"),
     ("limit", "f32"),
     ("out", "u64"),
+    ("first", "u64"),
 )
 BLOCK = 128
 BLOCK_VALUES = 8 * BLOCK

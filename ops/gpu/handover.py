@@ -1,4 +1,4 @@
-"""The GPU kernels `hand_over` and `take_over`: the residual stream goes on to the next GPU.
+"""The GPU kernels `hand_over`, `take_over` and `take_tokens`: a step goes on to the next GPU.
 
 The layers of a model may be split over several GPUs. All their graphs are launched together; the
 last but one kernel of a graph is `hand_over`, the second one of the next graph is `take_over`.
@@ -14,6 +14,15 @@ counter          u32 of the kernel alone, in the GPU's own memory, 0 between lau
 words            mapped host memory, `WORDS_BYTES`, see below
 patience, link   nanoseconds; a number for messages
 
+`take_tokens` is the second kernel of the first GPU's graphs. Where tokens of a step are those that
+the one before it chooses, it waits for that one's end on the last GPU, `done` (see
+`ops.gpu.step_io`), and fetches them from there; else it leaves.
+
+token_ids        i32[n_tokens]: ids, or -1 - row of the token that the step before chose for it
+done             u32 in mapped memory: the last step of which the last GPU told
+source           i32[RING, stride / 4] in mapped memory: the tokens that steps chose
+tokens           i32[*] of the first GPU: row gets its token
+
 The three u32 given, taken and counter begin with 0; epochs with 1. Nobody waits for ever: the host
 changes BEAT as long as it looks after the step, and sets STOP once it has no hope for it. Whoever
 gives up, at STOP or after `patience` without a beat, stores {epoch, link} at FAILED; the step then
@@ -24,14 +33,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ops.gpu.kernel import Kernel, launch_defines
+from ops.gpu.step_io import RING
 from ops.quants.block import U8
+
+I32 = NDArray[np.int32]
 
 BLOCK = 256
 UNIT_BYTES = 16
 """What a thread copies at a time."""
 
 MOST_BLOCKS = 64
+TOKENS_BLOCK = 32
 
 BEAT, STOP = 0, 4
 """u32 that the host changes; u32, not 0: give up."""
@@ -87,6 +103,30 @@ def take_over() -> Kernel:
     )
 
 
+def take_tokens() -> Kernel:
+    """What the last GPU chose, to the first one; a grid of one block."""
+    bounds = launch_defines(TOKENS_BLOCK, 1, overlapped=False)["LAUNCH_BOUNDS"]
+    return Kernel(
+        entry="take_tokens",
+        source="take_tokens.ptx",
+        defines={"LAUNCH_BOUNDS": bounds, "FAILED": FAILED, "RING_MASK": RING - 1},
+        params=(
+            ("epoch", "u64"),
+            ("count", "u64"),
+            ("token_ids", "u64"),
+            ("done", "u64"),
+            ("source", "u64"),
+            ("stride", "u32"),
+            ("tokens", "u64"),
+            ("words", "u64"),
+            ("patience", "u64"),
+            ("link", "u32"),
+        ),
+        block=TOKENS_BLOCK,
+        reference=take_tokens_reference,
+    )
+
+
 def blocks(n_tokens: int, row_bytes: int) -> int:
     """The grid for steps of up to n_tokens."""
     return max(1, min(MOST_BLOCKS, -(-n_tokens * row_bytes // (UNIT_BYTES * BLOCK))))
@@ -109,8 +149,20 @@ def take_over_reference(source: U8, x: U8, epoch: int, n_tokens: int, *, here: b
     return result
 
 
+def take_tokens_reference(
+    source: I32, tokens: I32, token_ids: I32, epoch: int, *, here: bool
+) -> I32:
+    """tokens i32[*] with those for which ids of i32[n_tokens] stand, of source i32[RING, *]; 0 if
+    they are not here."""
+    result = tokens.copy()
+    rows = -1 - token_ids[token_ids < 0]
+    result[rows] = source[(epoch - 1) % RING, rows] if here else 0
+    return result
+
+
 def variants() -> Iterator[tuple[str, Kernel]]:
-    """hand_over alone and overlapped; take_over."""
+    """hand_over alone and overlapped; take_over; take_tokens."""
     yield "hand_over", hand_over()
     yield "hand_over (overlapped)", hand_over(overlapped=True)
     yield "take_over", take_over()
+    yield "take_tokens", take_tokens()

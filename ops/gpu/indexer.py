@@ -39,6 +39,7 @@ KEYS_PARAMS = (
     *((name, "u32") for name in ("slot_bytes", "table_stride", "page_bytes", "keys_stride")),
     *((name, "u32") for name in ("gates_stride", "dim", "block", "n_rot")),
     *((name, "f32") for name in ("eps", "key_eps", "magnitude")),
+    ("late", "u32"),
 )
 SCORES_PARAMS = (
     *((name, "u64") for name in ("counts", "positions", "rows", "page_tables", "pages")),
@@ -48,12 +49,13 @@ SCORES_PARAMS = (
     ("max_blocks", "u32"),
     ("tokens", "u32"),
     ("scale", "f32"),
+    ("late", "u32"),
 )
 SELECT_PARAMS = (
     *((name, "u64") for name in ("counts", "positions", "rows", "page_tables", "scores")),
     *((name, "u64") for name in ("lists", "ends", "masks")),
     *((name, "u32") for name in ("table_stride", "max_blocks", "list_stride", "mask_stride")),
-    *((name, "u32") for name in ("block", "n_best")),
+    *((name, "u32") for name in ("block", "n_best", "late")),
 )
 
 

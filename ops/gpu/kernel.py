@@ -31,7 +31,7 @@ PIECE_BYTES = 16
 
 OWN_DOT = frozenset(
     (
-        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_XXS", "IQ4_XS"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ3_XXS", "IQ4_XS"),
         *("IQ4_NL", "MXFP4", "Q4_0", "Q8_0", "NVFP4"),
     )
 )
@@ -40,11 +40,14 @@ OWN_DOT = frozenset(
 HALVES = frozenset(("Q6_K",))
 """Formats of 256-value units whose `dot` takes both halves of the same bytes."""
 
-LANE_TABLES = frozenset(("IQ3_XXS",))
-"""Formats whose row products keep a copy of the grid for each lane, in a bank of its own.
+TABLE_COPIES = {"IQ3_XXS": "lanes", "IQ2_XXS": "pairs"}
+"""Formats whose row products keep a copy of the grid for each lane or two, in banks of its own.
 
 Larger grids would leave room for too few blocks: they have one copy.
 """
+
+N_COPIES = {"lanes": WARP, "pairs": WARP // 2, "plain": 1, "none": 0}
+"""Of a grid in shared memory, by the fragment that puts it there."""
 
 SHARED_GRIDS = {"IQ1_M": "IQ1_S"}
 """Formats that use the grid of another one."""
@@ -154,6 +157,18 @@ def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
     return defines | {"DOT": f'"inc/dot_{groups}{suffix}.inc.ptx"', "UNPACK": unpack_fragment(fmt)}
 
 
+def paired_defines(fmt: BlockFormat) -> dict[str, str | int]:
+    """What replaces macros of `format_defines` where a lane of 16 takes two units of a row at once.
+
+    For formats of units of 32, two blocks of which are words, and rows of a multiple of 64 values.
+    """
+    return {
+        "PASS": '"inc/pass_32_pairs.inc.ptx"',
+        "HALVE": '"inc/halve_pairs_16.inc.ptx"',
+        "DOT": f'"inc/dot_pair_{fmt.name.lower()}.inc.ptx"',
+    }
+
+
 def _product_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
     return {
         "TABLE_BYTES": table_copies_bytes(fmt),
@@ -211,12 +226,10 @@ def format_table(fmt: BlockFormat) -> U8:
 
 
 def table_copies_bytes(fmt: BlockFormat) -> int:
-    """Shared memory for the grid of a row product: see `LANE_TABLES`."""
-    copies = WARP if fmt.name in LANE_TABLES else 1
-    return copies * format_table(fmt).nbytes
+    """Shared memory for the grid of a row product: see `TABLE_COPIES`."""
+    return N_COPIES[_table_kind(fmt)] * format_table(fmt).nbytes
 
 
 def _table_kind(fmt: BlockFormat) -> str:
-    if fmt.name in LANE_TABLES:
-        return "lanes"
-    return "plain" if format_table(fmt).nbytes else "none"
+    one = "plain" if format_table(fmt).nbytes else "none"
+    return TABLE_COPIES.get(fmt.name, one)

@@ -15,6 +15,8 @@ n           values a row: a multiple of the activation's group and the format's 
 n_segments  matrices
 y_stride    values from a token's y to the next one's
 scales_offset, sums_offset, record_bytes   `ops.arithmetic.activation_layout` of n
+late        not 0: what precedes the launch does not make the records, and runs beside it: it is
+            only waited for before y is written
 """
 
 from __future__ import annotations
@@ -26,16 +28,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.arithmetic import dot_rows
-from ops.gpu.kernel import Kernel
+from ops.gpu.kernel import CHUNK_ELEMS, Kernel
 from ops.gpu.row_launch import (
     BLOCK_FORMATS,
     FLOAT_FORMATS,
     GPU_FORMATS,
+    LONG_ROW_BUFFERS,
+    MANY_ROWS,
     ONE_ROUND,
+    PAIRED,
     TEAMS,
+    TWO_BLOCK_ROWS,
     RowLaunch,
     best_launch,
+    few_rows_launch,
     is_float,
+    paired_launch,
 )
 from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32, U8
@@ -52,6 +60,7 @@ PARAMS = (
     ("scales_offset", "u32"),
     ("sums_offset", "u32"),
     ("record_bytes", "u32"),
+    ("late", "u32"),
 )
 
 SEGMENT = np.dtype(
@@ -129,8 +138,12 @@ def variants() -> Iterator[tuple[str, Kernel]]:
     """Every format and team, overlapped."""
     for launch, fmt in launches():
         kernel = linear(fmt, launch)
-        rounds = ", one round" if launch.rounds == 1 and not is_float(fmt) else ""
-        yield f"{kernel.entry} (team {launch.team}{rounds})", kernel
+        how = [f"team {launch.team}"]
+        how += ["one round"] if launch.rounds == 1 and not is_float(fmt) else []
+        how += ["64 threads"] if launch.block == 64 and not is_float(fmt) else []
+        how += ["all under way"] if launch.eager else []
+        how += [f"pairs of units, {launch.block} threads"] if launch.paired else []
+        yield f"{kernel.entry} ({', '.join(how)})", kernel
 
 
 def launches() -> Iterator[tuple[RowLaunch, BlockFormat]]:
@@ -139,5 +152,11 @@ def launches() -> Iterator[tuple[RowLaunch, BlockFormat]]:
         for team in TEAMS:
             for rounds in (1, 2) if name in ONE_ROUND else (2,):
                 yield RowLaunch(team, rounds=rounds, overlapped=True), FORMATS[name]
+    for name in sorted(ONE_ROUND):
+        for n in (CHUNK_ELEMS, LONG_ROW_BUFFERS * CHUNK_ELEMS):
+            yield few_rows_launch(n, overlapped=True), FORMATS[name]
+    for name in sorted(PAIRED):
+        for n_rows in (0, MANY_ROWS, TWO_BLOCK_ROWS + 1):
+            yield paired_launch(n_rows, overlapped=True), FORMATS[name]
     for name in FLOAT_FORMATS:
         yield best_launch(FORMATS[name], 0, overlapped=True), FORMATS[name]

@@ -59,7 +59,9 @@ RENORMALISE_FLOOR = np.float32(2.0**-14)
 ROW_BYTES = 32
 """Of a row of the table."""
 
-ROUTE_BLOCK = 128
+ROUTE_BLOCKS = (128, 256, 512)
+"""Threads of a choice: one an expert, where there are so many."""
+
 GROUP_BLOCK = 512
 
 ROUTE_PARAMS = (
@@ -107,16 +109,25 @@ class Routing:
     scale: float = 1.0
 
 
-def route(*, overlapped: bool = False) -> Kernel:
-    """The router's choice; grid (tokens,)."""
+def route(block: int = ROUTE_BLOCKS[0], *, overlapped: bool = False) -> Kernel:
+    """The router's choice; grid (tokens,), block `route_block`."""
     return Kernel(
         entry="route",
         source="route.ptx",
-        defines=launch_defines(ROUTE_BLOCK, 1, overlapped),
+        defines={
+            "THREADS": block,
+            "WARPS": block // WARP,
+            **launch_defines(block, 1, overlapped),
+        },
         params=ROUTE_PARAMS,
-        block=ROUTE_BLOCK,
+        block=block,
         reference=route_reference,
     )
+
+
+def route_block(n_expert: int) -> int:
+    """Threads for a choice among so many."""
+    return next((block for block in ROUTE_BLOCKS if block >= n_expert), ROUTE_BLOCKS[-1])
 
 
 def group(*, overlapped: bool = False) -> Kernel:
@@ -180,10 +191,12 @@ def group_reference(choices: I32, n_expert: int) -> tuple[I32, I32, I32]:
 
 
 def variants() -> Iterator[tuple[str, Kernel]]:
-    """Both, alone and overlapped."""
+    """Both, alone and overlapped; choices by every number of threads."""
     for overlapped in (False, True):
-        for kernel in (route(overlapped=overlapped), group(overlapped=overlapped)):
-            yield f"{kernel.entry}{' (overlapped)' if overlapped else ''}", kernel
+        early = ", overlapped" if overlapped else ""
+        for block in ROUTE_BLOCKS:
+            yield f"route ({block} threads{early})", route(block, overlapped=overlapped)
+        yield f"group{' (overlapped)' if overlapped else ''}", group(overlapped=overlapped)
 
 
 def _route_row(logits: F32, routing: Routing, bias: F32 | None) -> tuple[I32, F32]:

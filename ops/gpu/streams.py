@@ -3,6 +3,8 @@
     enter_streams   the last block's result into the streams, and what the next mix reads of them
     gated_mean      between and after the two products of gated streams
     sinkhorn_input  the block's input after the product of mixed streams, and how its result returns
+    mix_streams     enter_streams and the product of mixed streams, for few rows: by many blocks
+    mixed_input     the block's input from their sums
 
 `runtime.models.streams` has the formulas, the headers of the texts the parameters.
 """
@@ -31,8 +33,25 @@ BLOCKS = (128, 512)
 MAX_N = VALUES * BLOCKS[-1]
 MEAN_BLOCK = 128
 
+MIX_BLOCK, MIX_VALUES = 192, 128
+"""Threads of a block of `mix_streams`, and its values of each stream."""
+
+MIX_SHARED_BYTES = 4 * N_STREAM * MIX_VALUES * (1 + N_STREAM * (N_STREAM + 2))
+"""Its dynamic shared memory: the values, and its part of the matrix."""
+
+MIX_ROWS = 8
+"""Rows that its blocks take beside each other; one block reads its part of the matrix once."""
+
+INPUT_BLOCK = 64
+
 N_MIX = N_STREAM * (N_STREAM + 2)
 N_RETURNS = N_STREAM * (N_STREAM + 1)
+
+N_SUMS, USED_SUMS = 36, 34
+"""What a block of `mix_streams` writes: a sum for each row of the mix and each pair of streams."""
+
+PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+"""Of streams, in the order of their sums."""
 
 FORMS = tuple((name, "u64") for name in ("out_f32", "q8_256", "q8_32"))
 ENTER_PARAMS = (
@@ -62,6 +81,29 @@ SINKHORN_PARAMS = (
     *((name, "u64") for name in ("count", "mix", "base", "scales", "weight", "returns")),
     *FORMS,
     ("n_iterations", "u32"),
+    ("epsilon", "f32"),
+    ("eps", "f32"),
+)
+MIX_PARAMS = (
+    ("x", "u64"),
+    ("n", "u32"),
+    *((name, "u64") for name in ("count", "delta", "expert_out", "slots", "weights")),
+    ("n_used", "u32"),
+    ("shared", "u64"),
+    ("shared_weights", "u64"),
+    ("returning", "u32"),
+    *((name, "u64") for name in ("mix", "base", "scales", "matrix", "sums")),
+    ("n_iterations", "u32"),
+    ("epsilon", "f32"),
+)
+INPUT_PARAMS = (
+    ("x", "u64"),
+    ("n", "u32"),
+    ("count", "u64"),
+    ("sums", "u64"),
+    ("n_sums", "u32"),
+    *((name, "u64") for name in ("base", "scales", "weight", "mix")),
+    *FORMS,
     ("epsilon", "f32"),
     ("eps", "f32"),
 )
@@ -107,7 +149,7 @@ def gated_mean_grid(n: int, n_rows: int) -> tuple[int, int]:
 
 
 def sinkhorn_input(block: int, *, overlapped: bool = False) -> Kernel:
-    """Two blocks a row, of `block_of(n)` threads; grid (2, rows)."""
+    """Two blocks a row, of `block_of(n)` threads; grid (2, rows), or (1, rows) for what returns."""
     return Kernel(
         entry="sinkhorn_input",
         source="sinkhorn_input.ptx",
@@ -116,6 +158,38 @@ def sinkhorn_input(block: int, *, overlapped: bool = False) -> Kernel:
         block=block,
         reference=sinkhorn_reference,
     )
+
+
+def mix_streams(*, overlapped: bool = False) -> Kernel:
+    """What `enter_streams` does for mixed streams, and the mix's sums; grid `mix_grid`."""
+    return Kernel(
+        entry="mix_streams",
+        source="mix_streams.ptx",
+        defines=launch_defines(MIX_BLOCK, 2, overlapped),
+        params=MIX_PARAMS,
+        block=MIX_BLOCK,
+        reference=mix_reference,
+    )
+
+
+def mix_grid(n: int, n_rows: int) -> tuple[int, int]:
+    return -(-n // MIX_VALUES), min(n_rows, MIX_ROWS)
+
+
+def mixed_input(*, overlapped: bool = False) -> Kernel:
+    """The input from the sums of `mix_streams`; grid `mixed_input_grid`."""
+    return Kernel(
+        entry="mixed_input",
+        source="mixed_input.ptx",
+        defines=launch_defines(INPUT_BLOCK, 4, overlapped),
+        params=INPUT_PARAMS,
+        block=INPUT_BLOCK,
+        reference=sinkhorn_reference,
+    )
+
+
+def mixed_input_grid(n: int, n_rows: int) -> tuple[int, int]:
+    return -(-n // (VALUES * INPUT_BLOCK)), n_rows
 
 
 def sigmoid(x: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
@@ -147,6 +221,19 @@ def enter_reference(
     if kind in (ENTER_GATED, ENTER_MEAN):
         entering = entering * weight
     return streams.astype(np.float32), entering.reshape(rows, -1).astype(np.float32)
+
+
+def mix_reference(r: F32, matrix: F32) -> NDArray[np.float64]:
+    """Sums f64[rows, blocks, 34] of streams f32[rows, 4, n] and the mix f32[24, 4, n]."""
+    rows, n = len(r), r.shape[-1]
+    n_blocks = -(-n // MIX_VALUES)
+    beyond = ((0, 0), (0, 0), (0, n_blocks * MIX_VALUES - n))
+    streams, mix = (np.pad(part.astype(np.float64), beyond) for part in (r, matrix))
+    streams = streams.reshape(rows, N_STREAM, n_blocks, MIX_VALUES)
+    mix = mix.reshape(N_MIX, N_STREAM, n_blocks, MIX_VALUES)
+    products = np.einsum("rsbi,msbi->rbm", streams, mix)
+    pairs = [(streams[:, s] * streams[:, t]).sum(axis=-1) for s, t in PAIRS]
+    return np.concatenate([products, np.stack(pairs, axis=-1)], axis=-1)
 
 
 def gated_mean_reference(x: F32, gates: F32, scale: float, gate_scale: float) -> F32:
@@ -188,7 +275,6 @@ def variants() -> Iterator[tuple[str, Kernel]]:
             for make in (enter_streams, sinkhorn_input):
                 kernel = make(block, overlapped=overlapped)
                 yield f"{kernel.entry} ({block} threads{suffix})", kernel
-        yield (
-            f"gated_mean{' (overlapped)' if overlapped else ''}",
-            gated_mean(overlapped=overlapped),
-        )
+        for of_one_block in (gated_mean, mix_streams, mixed_input):
+            kernel = of_one_block(overlapped=overlapped)
+            yield f"{kernel.entry}{' (overlapped)' if overlapped else ''}", kernel

@@ -59,8 +59,8 @@ def run(settings: argparse.Namespace) -> int:
 
 
 def show(settings: argparse.Namespace) -> None:
-    path, identity = profile_of(settings)
-    profile = known(path, identity)
+    path, _ = profile_of(settings)
+    profile = known(path)
     if profile is None:
         print(f"{path}: nothing is known of this model yet")
     else:
@@ -71,8 +71,8 @@ def export(settings: argparse.Namespace) -> None:
     """Raises: ConfigError where there is nothing to export."""
     from profiles import save_profile
 
-    path, identity = profile_of(settings)
-    profile = known(path, identity)
+    path, _ = profile_of(settings)
+    profile = known(path)
     if profile is None:
         raise ConfigError(f"{path}: nothing is known of this model yet")
     save_profile(Path(settings.file), profile)
@@ -81,15 +81,16 @@ def export(settings: argparse.Namespace) -> None:
 
 def import_(settings: argparse.Namespace) -> None:
     """Raises: ConfigError for a file of another model."""
-    from profiles import load_profile, save_profile
+    from profiles import alone_with, load_profile, save_profile
 
     path, identity = profile_of(settings)
     added = load_profile(Path(settings.file))
     if added.model != identity:
         raise ConfigError(f"{settings.file}: of another model, {added.model}")
-    base = known(path, identity)
-    profile = added if base is None else base.merged(added)
-    save_profile(path, profile)
+    with alone_with(path):
+        base = known(path)
+        profile = added if base is None else base.merged(added)
+        save_profile(path, profile)
     print("\n".join([str(path), *profile_lines(profile)]))
 
 
@@ -109,14 +110,15 @@ def merge(settings: argparse.Namespace) -> None:
 
 
 def decay(settings: argparse.Namespace) -> None:
-    from profiles import save_profile
+    from profiles import alone_with, save_profile
 
-    path, identity = profile_of(settings)
-    profile = known(path, identity)
-    if profile is None:
-        raise ConfigError(f"{path}: nothing is known of this model yet")
-    profile = profile.decayed(settings.share)
-    save_profile(path, profile)
+    path, _ = profile_of(settings)
+    with alone_with(path):
+        profile = known(path)
+        if profile is None:
+            raise ConfigError(f"{path}: nothing is known of this model yet")
+        profile = profile.decayed(settings.share)
+        save_profile(path, profile)
     print("\n".join([str(path), *profile_lines(profile)]))
 
 
@@ -138,7 +140,7 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 def profile_of(settings: argparse.Namespace) -> tuple[Path, ModelIdentity]:
     """Where the model's profile is or will be.  Raises: ConfigError, ModelError."""
-    from runtime.experts.usage import model_identity, profile_path
+    from runtime.experts.usage import model_identity, own_path, profile_path
     from runtime.models.model import open_model
 
     with open_model(settings.model or BUNDLED_MODEL) as model:
@@ -146,19 +148,14 @@ def profile_of(settings: argparse.Namespace) -> tuple[Path, ModelIdentity]:
     path = profile_path(identity)
     if path is None:
         raise ConfigError("LLAMA_MOE_CACHE_PROFILE = 0: profiles are switched off")
-    return path, identity
+    return own_path(path, identity), identity
 
 
-def known(path: Path, identity: ModelIdentity) -> UsageProfile | None:
-    """What is known; None: nothing.  Raises: ConfigError for another model's; ProfileError."""
+def known(path: Path) -> UsageProfile | None:
+    """What is known; None: nothing.  Raises: ProfileError."""
     from profiles import load_profile
 
-    if not path.exists():
-        return None
-    profile = load_profile(path)
-    if profile.model != identity:
-        raise ConfigError(f"{path}: of another model, {profile.model}")
-    return profile
+    return load_profile(path) if path.exists() else None
 
 
 def profile_lines(profile: UsageProfile) -> list[str]:

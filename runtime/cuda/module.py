@@ -77,6 +77,7 @@ class Function:
         self.module = module
         self.entry = entry
         self._handle = handle
+        self._allowed = 0
 
     @property
     def handle(self) -> Any:
@@ -84,14 +85,20 @@ class Function:
         return self._handle if not self.module.closed else self.module.handle
 
     def allow_shared_bytes(self, nbytes: int) -> None:
-        """Let blocks have that much dynamic shared memory; needed above 48 KiB.
+        """Let blocks have at least that much dynamic shared memory.
+
+        Needed where it and what the text declares exceed 48 KiB. Never less than before: captured
+        launches may ask for more than this one.
 
         Raises: CudaError if a multiprocessor has less.
         """
+        if nbytes <= self._allowed:
+            return
         device = self.module.device
         kinds = device.driver.api.CUfunction_attribute
         kind = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device.call("cuFuncSetAttribute", self.handle, kind, nbytes)
+        self._allowed = nbytes
 
 
 class Module(Resource):

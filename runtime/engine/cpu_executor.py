@@ -13,6 +13,7 @@ import numpy as np
 from ops.cpu import KERNEL_CACHE
 from ops.cpu.attention import tile_tokens
 from ops.cpu.clock import ClockedProgram, CycleClock
+from ops.cpu.compiling import Progress
 from ops.cpu.isa import choose_isa
 from ops.cpu.kv_layout import PAGE_TOKENS
 from ops.cpu.program import Program
@@ -20,7 +21,7 @@ from ops.cpu.team import Team, TeamError, acquire_team
 from runtime.engine.closing import CLOSING_SECONDS, close_within
 from runtime.engine.embedding import EmbeddingRows
 from runtime.engine.executor import ExecutorLimits
-from runtime.engine.kernels import Progress, compile_kernels
+from runtime.engine.kernels import compile_kernels
 from runtime.engine.kv_pages import KVPages
 from runtime.engine.latent_jobs import head_groups
 from runtime.engine.ngram_rows import NgramRows
@@ -64,6 +65,7 @@ class CPUExecutor:
         self._build(Program)
         self.recorder: RoutingRecorder | None = None
         self._times: list[StepTimes] = []
+        self.layers_computed = {"gpu": 0, "cpu": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[asyncio.Future[None]] = []
         self._running = False
@@ -146,6 +148,7 @@ class CPUExecutor:
             self._running = False
             raise
         await self._until_idle()
+        self.layers_computed["cpu"] += len(self._model.spec.layers)
         if self.timed and self._clocked is not None:
             self._times.append(self._clocked.read(launched, fresh=fresh))
         if self._program.take_error() != 0:
@@ -193,6 +196,7 @@ class CPUExecutor:
             "cache_type_k": self._pages.cache_types[0],
             "cache_type_v": self._pages.cache_types[1],
             "jobs_per_step": len(self._program.names),
+            "layers_computed": dict(self.layers_computed),
         }
 
     async def close(self) -> None:

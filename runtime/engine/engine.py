@@ -16,6 +16,7 @@ from runtime.engine.answer import Answer
 from runtime.engine.executor import (
     CountingExecutor,
     Executor,
+    LayerCountingExecutor,
     ResizableExecutor,
     SamplingExecutor,
 )
@@ -278,8 +279,13 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """A reading of everything that changes."""
+        executor = self.executor
+        counts = executor.layers_computed if isinstance(executor, LayerCountingExecutor) else {}
         return replace(
-            self._slots.statistics(), experts=self.expert_totals, notices=self.notices.all
+            self._slots.statistics(),
+            experts=self.expert_totals,
+            notices=self.notices.all,
+            layers=dict(counts),
         )
 
     def describe(self) -> dict[str, object]:

@@ -115,6 +115,15 @@ class CountingExecutor(Executor, Protocol):
 
 
 @runtime_checkable
+class LayerCountingExecutor(Executor, Protocol):
+    """An executor that knows what has computed the layers of its steps."""
+
+    layers_computed: dict[str, int]
+    """Layers of steps so far, by device, "gpu" and "cpu"; a GPU's with experts that the CPU has
+    computed for it, and rows of n-gram tables that the host has gathered."""
+
+
+@runtime_checkable
 class ResizableExecutor(Executor, Protocol):
     """An executor whose memory for experts may change while it is open."""
 

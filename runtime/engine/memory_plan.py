@@ -124,7 +124,7 @@ def gpu_memory_plan(
             MemoryPart("activations", share.activation_bytes, "of the largest step"),
             MemoryPart("hand-over", share.link_bytes, "from the GPU before"),
             MemoryPart("experts", experts.n_bytes, _held(experts.slots)),
-            MemoryPart("fetched experts", experts.fetch_bytes, "two layers' for prompts"),
+            MemoryPart("fetched experts", experts.fetch_bytes, "of pieces of layers, for prompts"),
             MemoryPart("reserve", plan.settings.reserve_bytes, "graphs, kernels, the driver"),
         ]
         gpus.append(
@@ -266,6 +266,12 @@ def _policy_choices(config: EngineConfig, plan: GPUPlan) -> Iterator[Choice]:
     if any(experts.holding is Holding.CACHE for experts in plan.experts):
         given = dict(config.moe_cache).get("policy") or environment("LLAMA_MOE_CACHE_POLICY")
         yield Choice("policy", given or DEFAULT_POLICY, ASKED_FOR if given else "docs/routing.md")
+    if any(experts.holding is not Holding.ALL for experts in plan.experts):
+        given = dict(config.moe_cache).get("misses") or environment("LLAMA_MOE_CACHE_MISSES")
+        reason = (
+            ASKED_FOR if given else "measured at the start: by the CPU, unless the link's help pays"
+        )
+        yield Choice("misses", given or "auto", reason)
 
 
 def _held(slots: Sequence[int]) -> str:

@@ -115,9 +115,14 @@ def decode_step(
 def with_states(step: Step, parts: list[Part], running: list[Sequence]) -> Step:
     """`step` with the states of its sequences, and all copies of states that are due."""
     states = {s: s.recurrent for s in running if s.recurrent is not None}
-    slots = [states[part.sequence].slot for part in parts]
     copies = tuple([copy for state in states.values() for copy in state.copies])
-    return replace(step, state_slots=np.array(slots, dtype=np.int32), state_copies=copies)
+    return replace(step, state_slots=state_slots(parts), state_copies=copies)
+
+
+def state_slots(parts: list[Part]) -> I32:
+    """i32[n_parts]: where the state of each one's sequence is."""
+    states = [part.sequence.recurrent for part in parts]
+    return np.array([state.slot for state in states if state is not None], dtype=np.int32)
 
 
 def previous_tokens(parts: list[Part], n: int) -> I32:

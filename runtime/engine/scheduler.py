@@ -20,6 +20,7 @@ from runtime.engine.plan import (
     Save,
     decode_step,
     previous_tokens,
+    state_slots,
     step_of,
     with_states,
 )
@@ -63,6 +64,8 @@ class Scheduler:
         self._n_batch = min(n_batch, limits.max_step_tokens)
         self._free_slots = list(range(limits.max_sequences - 1, -1, -1))
         self._is_full = False  # nothing has changed since those that wait found no room
+        self._behind: Plan | None = None  # of a step that began before its tokens were known
+        self._leaving: set[Sequence] = set()  # ended, and that step reads their last token
         self._last_kind = StepKind.DECODE
         self._prompt_rate = 0.0  # tokens per second of the last prompt step
 
@@ -98,7 +101,7 @@ class Scheduler:
         knows of its KV.  work_of: what chooses a sequence's token for a position.  None where
         something else has to come first, or there is no such work.
         """
-        if self.states is not None or self._n_previous or (self.waiting and not self._is_full):
+        if self._n_previous or (self.waiting and not self._is_full):
             return None
         if plan.step is None or plan.step.kind is not StepKind.DECODE:
             return None
@@ -111,6 +114,8 @@ class Scheduler:
             if sequence.is_over:
                 continue
             n_here += 1
+            if part.start + 1 == self._next_point(sequence, part.start):
+                return None  # its state is copied before it moves on
             if ends(sequence):
                 continue
             work = work_of(sequence, part.start + 2)
@@ -122,7 +127,18 @@ class Scheduler:
         if not parts or n_here < len(self.running):
             return None
         step = decode_step(parts, outputs, sampling=tuple(works), follows=True)
+        if self.states is not None:
+            step = replace(step, state_slots=state_slots(parts))
         return Plan((), (), tuple(parts), step)
+
+    def began_behind(self, plan: Plan) -> None:
+        """The step of `plan`, which is one that `following` gave, is in flight."""
+        self._behind = plan
+
+    def spoil(self, sequence: Sequence) -> None:
+        """The step that reads the last token of a sequence that has ended gave no numbers."""
+        if sequence in self._leaving:
+            self._leave(sequence, sequence.n_computed, is_state_known=False)
 
     def commit(self, plan: Plan, seconds: float) -> list[tuple[int, Sequence]]:
         """The step of `plan` was done in `seconds`.
@@ -137,11 +153,15 @@ class Scheduler:
             self.kv.copied(sequence.pages)
             if self.states is not None and sequence.recurrent is not None:
                 self.states.copied(sequence.recurrent)
+        if plan is self._behind:
+            self._behind = None
         ready: list[tuple[int, Sequence]] = []
         row = 0
         for part in plan.parts:
             sequence = part.sequence
-            if not sequence.is_over:  # else its part of the step failed
+            if sequence in self._leaving:
+                self._leave(sequence, part.start + part.n_tokens)
+            elif not sequence.is_over:  # else its part of the step failed
                 sequence.n_computed = part.start + part.n_tokens
                 at_point = part.start + part.n_tokens == self._next_point(sequence, part.start)
                 self.kv.record(sequence.pages, sequence.tokens, sequence.n_computed)
@@ -170,13 +190,34 @@ class Scheduler:
         self._is_full = False
         sequence.move(state)
         sequence.images.clear()
-        self._end_state(sequence, poisoned=poisoned)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+            self._end_state(sequence, sequence.n_computed, poisoned=poisoned)
             return
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
+        if not poisoned and self._is_read_behind(sequence):
+            self._leaving.add(sequence)
+            return
+        self._end_state(sequence, sequence.n_computed, poisoned=poisoned)
         self.kv.close(sequence.pages, poisoned=poisoned)
+        sequence.table = None
+
+    def _is_read_behind(self, sequence: Sequence) -> bool:
+        """Whether a step in flight moves its state on, over the token that it ended with."""
+        if self.states is None or self._behind is None:
+            return False
+        return any(part.sequence is sequence for part in self._behind.parts)
+
+    def _leave(self, sequence: Sequence, n_read: int, *, is_state_known: bool = True) -> None:
+        """Nothing moves the state of a sequence that has ended any more: n_read tokens are in it,
+        and in the pages."""
+        self._leaving.remove(sequence)
+        self._is_full = False
+        if is_state_known:
+            self.kv.record(sequence.pages, sequence.tokens, n_read)
+        self._end_state(sequence, n_read if is_state_known else 0, poisoned=False)
+        self.kv.close(sequence.pages)
         sequence.table = None
 
     def _make_room(self) -> list[Save]:
@@ -294,17 +335,17 @@ class Scheduler:
             tokens = sequence.tokens[: sequence.n_computed]
             self.states.snapshot(sequence.recurrent, sequence.pages.chain, tokens)
 
-    def _end_state(self, sequence: Sequence, *, poisoned: bool) -> None:
+    def _end_state(self, sequence: Sequence, n_read: int, *, poisoned: bool) -> None:
+        """n_read: tokens that its state has seen; where not all of them are known it is lost."""
         state, sequence.recurrent = sequence.recurrent, None
         if self.states is None or state is None:
             return
         if poisoned:
             self.states.discard(state)
-        elif sequence.table is None:  # it waited preempted
+        elif sequence.table is None or len(sequence.tokens) < n_read:  # preempted, or cancelled
             self.states.close(state, [], [])
         else:
-            tokens = sequence.tokens[: sequence.n_computed]
-            self.states.close(state, sequence.pages.chain, tokens)
+            self.states.close(state, sequence.pages.chain, sequence.tokens[:n_read])
 
     def _choose(self) -> tuple[StepKind, list[Part]]:
         """Kind and parts of the next step; prompt chunks and decode steps take turns."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from runtime.engine.params import SamplingParams
 from runtime.experts.totals import ExpertTotals
@@ -59,6 +60,7 @@ class Statistics:
 
     experts   who served the routed ones; None where they do not move
     notices   what fell back, shrank or stayed off
+    layers    of steps, by the device that computed them, see `LayerCountingExecutor`
     """
 
     n_running: int
@@ -70,3 +72,4 @@ class Statistics:
     slots: tuple[SlotStatistics, ...]
     experts: ExpertTotals | None = None
     notices: tuple[Notice, ...] = ()
+    layers: Mapping[str, int] = field(default_factory=dict)

@@ -200,7 +200,10 @@ class StepLoop:
         one that follows: what it stands for is planned anew."""
         self._begins(step)
         try:
-            return await executor.begin(step)
+            flight = await executor.begin(step)
+            if step.follows:
+                self.scheduler.began_behind(plan)
+            return flight
         except ComputeError as error:
             if self.profiler is not None:
                 self.profiler.did_not_begin()
@@ -217,8 +220,7 @@ class StepLoop:
             result = await flight.result()
         except ComputeError as error:
             for part in plan.parts:
-                if part.sequence in self._answers:
-                    self._fail(part.sequence, error)
+                self._fail_or_spoil(part.sequence, error)
             return None
         self._note_uses(plan, result)
         if result.not_finite:
@@ -297,7 +299,7 @@ class StepLoop:
         wanting = [part.sequence for part in plan.parts if part.wants_logits]
         for row in result.not_finite:
             error = ComputeError(f"the logits of output {row} of the step are not finite")
-            self._fail(wanting[row], error)
+            self._fail_or_spoil(wanting[row], error)
 
     async def _answer(self, ready: list[tuple[int, Sequence]], logits: F32) -> None:
         """Choose the next token of every sequence in `ready` and send it."""
@@ -348,6 +350,13 @@ class StepLoop:
         if sequence in self._answers:
             self._answers[sequence].channel.put(error)
         self._end(sequence, State.FAILED)
+
+    def _fail_or_spoil(self, sequence: Sequence, error: EngineError) -> None:
+        """Its part of a step failed; it may have ended with the step before."""
+        if sequence in self._answers:
+            self._fail(sequence, error)
+        else:
+            self.scheduler.spoil(sequence)
 
     def _end(self, sequence: Sequence, state: State) -> None:
         self.scheduler.end(sequence, state, poisoned=state is State.FAILED)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,7 @@ class LayerShape:
     size_class: int
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """From a step on the expert is read from the slot; NO_SLOT: it is in none."""
 
     layer: int
@@ -41,8 +41,7 @@ class Change:
     slot: int
 
 
-@dataclass(frozen=True)
-class Upload:
+class Upload(NamedTuple):
     """An expert on its way into a slot."""
 
     layer: int
@@ -50,7 +49,7 @@ class Upload:
     slot: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Waiting:
     """An upload whose slot may still be read by steps up to `last_reader`; None: it will be by
     those that begin before the change is published."""
@@ -70,6 +69,7 @@ class ExpertCache:
         self.coming: NDArray[np.bool_] = np.zeros((len(layers), n_expert), np.bool_)
         """Experts that have a slot but are not there yet."""
         self.layer_classes = np.array([layer.size_class for layer in layers], np.int64)
+        self._classes = [layer.size_class for layer in layers]
         self._free: dict[int, list[int]] = {}
         self._offer(slot_classes)
         self.n_slots = len(slot_classes)
@@ -132,6 +132,11 @@ class ExpertCache:
         self.slot_of[layer, expert] = slot
         return Upload(layer, expert, slot)
 
+    def unfill(self, upload: Upload) -> None:
+        """What `fill` has assigned is not there: the slot is free again, before the first step."""
+        self.slot_of[upload.layer, upload.expert] = NO_SLOT
+        self._free[self.layers[upload.layer].size_class].append(upload.slot)
+
     def replace(self, layer: int, expert: int, victim: Expert | None) -> None:
         """Give the expert a slot: a free one, or that of `victim`, which leaves with the next step.
 
@@ -139,15 +144,15 @@ class ExpertCache:
         have another size; or if there is no free slot.
         """
         self._check_absent(layer, expert)
-        size_class = self.layers[layer].size_class
+        size_class = self._classes[layer]
         if victim is None:
             if not self._free.get(size_class):
                 raise EngineBug("no free slot is left for an expert")
             upload = Upload(layer, expert, self._free[size_class].pop())
             self._waiting.append(_Waiting(upload, 0))
         else:
-            slot = int(self.slot_of[victim])
-            if slot == NO_SLOT or self.layers[victim[0]].size_class != size_class:
+            slot: int = self.slot_of.item(*victim)
+            if slot == NO_SLOT or self._classes[victim[0]] != size_class:
                 raise EngineBug(f"expert {victim} cannot make room for {(layer, expert)}")
             self.slot_of[victim] = NO_SLOT
             self._changes.append(Change(*victim, NO_SLOT))
@@ -200,5 +205,5 @@ class ExpertCache:
                 yield waiting
 
     def _check_absent(self, layer: int, expert: int) -> None:
-        if self.slot_of[layer, expert] != NO_SLOT or self.coming[layer, expert]:
+        if self.slot_of.item(layer, expert) != NO_SLOT or self.coming.item(layer, expert):
             raise EngineBug(f"expert {expert} of MoE layer {layer} has a slot already")

@@ -1,8 +1,8 @@
 """CachedExperts: some routed experts on the GPU, the others where the table says.
 
-The executor calls, for each step: `before_step` and the launch, `while_running`, and after its end
-`after_step`. Only the first and the last lie between two steps, and both take microseconds;
-decisions and the start of uploads happen while the GPU works.
+The executor calls, for each step: `before_step` and the launch, `while_running` once the loop has
+nothing else to do, and after its end `after_step`. Only the first and the last lie between two
+steps, and both take microseconds; decisions and the start of uploads happen while the GPU works.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.gpu.expert import ADDRESSES
-from ops.gpu.router import in_place_word
 from runtime.cuda.device import Device
-from runtime.cuda.memory import Arena, DeviceBuffer, arena_bytes
+from runtime.cuda.memory import Arena, arena_bytes
 from runtime.engine.gpu.control import Delta
-from runtime.engine.gpu.expert_launches import GROUPED_TOKENS, are_slot_formats
+from runtime.engine.gpu.expert_launches import GROUPED_TOKENS
 from runtime.engine.gpu.experts import empty_table, moe_layers
 from runtime.engine.gpu.step_shape import SMALL_BATCHES
-from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
 from runtime.errors import OutOfDeviceMemory
 from runtime.experts.cache import NO_SLOT, Change, Expert, ExpertCache, LayerShape, Upload
 from runtime.experts.expert_kinds import ExpertKinds
 from runtime.experts.fetched_experts import FetchedExperts
-from runtime.experts.first_experts import load_first
+from runtime.experts.first_experts import START_SECONDS, load_first
 from runtime.experts.host_experts import HostExperts, HostPart, LayerExperts
+from runtime.experts.in_place_reads import InPlaceReads
 from runtime.experts.policies import default_policy
 from runtime.experts.policy import Policy
-from runtime.experts.served import InPlaceRule, Usage, counted
+from runtime.experts.served import Usage, counted
 from runtime.experts.totals import (
     FETCHED,
     IN_PLACE,
@@ -128,12 +127,11 @@ class CachedExperts:
             resources.callback(self._give_slots)
             classes = self._take_slots()
             self.fetches = self._fetches(resources)
-            self._uploader = Uploader(
-                device, host, self._slots.__getitem__, max(settings.uploads_a_step, 1)
-            )
+            most = max(settings.uploads_a_step, 1)
+            self._uploader = Uploader(device, host, self._slots.__getitem__, most)
             resources.callback(self._uploader.close)
-            n_bytes = 8 * ADDRESSES * max(len(host.layers) * spec.n_expert_max, 1)
-            self._host_rows = resources.enter_context(DeviceBuffer(device, n_bytes, "host rows"))
+            self._reads = InPlaceReads(device, host, spec.n_expert_max, BY_SLOT_TOKENS)
+            resources.callback(self._reads.close)
             self._resources = resources.pop_all()
         shapes = [LayerShape(la.n_expert, s) for la, s in zip(host.layers, sizes, strict=True)]
         self.cache = ExpertCache(shapes, classes)
@@ -149,12 +147,29 @@ class CachedExperts:
         self._expert_bytes = np.array(
             [sum(matrix.n_bytes for matrix in layer.matrices) for layer in host.layers], np.int64
         )
-        wanted = settings.in_place_every > 0 and host.pinned
-        self._by_slot = np.array(
-            [wanted and are_slot_formats(layer.formats) for layer in host.layers], np.bool_
-        )
-        self._rule = InPlaceRule(settings.in_place_every, self._by_slot, BY_SLOT_TOKENS)
+        self._reads.set(settings.in_place_every)
         self._seen: list[I32] = []
+
+    def read_in_place(self, every: int) -> U64 | None:
+        """Have each `every`th of a token's misses of a layer read in place, 0: none, from the next
+        step on: no step is in flight.  The fourth words of the table's rows, [n_layers, n_expert],
+        that are to be there then; None: that cannot be, and none is.
+
+        Raises: CudaError.
+        """
+        possible = self._reads.set(every)
+        self._settings = replace(self._settings, in_place_every=every if possible else 0)
+        return self._reads.words() if possible else None
+
+    @property
+    def host(self) -> HostExperts | HostPart:
+        """Where the experts lie."""
+        return self._host
+
+    @property
+    def rows(self) -> list[int]:
+        """The first row of each layer in the table."""
+        return self._rows
 
     def _take_slots(self) -> list[int]:
         """Allocate the slots; their size classes, which are their bytes."""
@@ -221,8 +236,9 @@ class CachedExperts:
         resources.callback(fetches.close)
         return fetches
 
-    def load(self, moved: Callable[[int], None]) -> None:
+    def load(self, moved: Callable[[int], None]) -> int:
         """Fill the slots with the policy's first experts; `moved` gets the bytes of each piece.
+        Those that take too long come while the engine serves, as others do later.
 
         Raises: PinningFailed, CudaError; whatever `moved` raises.
         """
@@ -233,36 +249,29 @@ class CachedExperts:
             if upload is not None:
                 uploads.append(upload)
                 kinds[layer, expert] = ON_GPU
-        load_first(self._device, self._host, uploads, self._slots.__getitem__, moved)
-        if self._by_slot.any():
-            self._load_host_rows()
+        seconds = START_SECONDS if self._settings.uploads_a_step else inf
+        for upload in load_first(
+            self._device, self._host, uploads, self._slots.__getitem__, moved, seconds
+        ):
+            self.cache.unfill(upload)
+            kinds[upload.layer, upload.expert] = self._kinds.ended[upload.layer, upload.expert]
         self._kinds.reset(kinds)
+        return 0
 
     def show(self, kinds: I8) -> None:
         """See `ExpertStore.show`."""
         self._kinds.show(kinds)
 
-    def _load_host_rows(self) -> None:
-        """Where kernels find every expert in the host's memory, in rows like the table's."""
-        rows = np.zeros((*self.cache.slot_of.shape, ADDRESSES), np.uint64)
-        for layer, experts in enumerate(self._host.layers):
-            for column, m in enumerate(experts.matrices):
-                rows[layer, :, column] = m.host + m.stride * np.arange(rows.shape[1])
-        transfer_all(self._device, [Transfer(self._host_rows.address, flat(rows))])
-
     def table(self) -> U64:
         """See `ExpertStore.table`."""
         table = empty_table(self._spec)
         rows = table.reshape(-1, table.shape[-1])
+        words = self._reads.words()
         for layer, experts in enumerate(self._host.layers):
             for expert in range(experts.n_expert):
                 slot = int(self.cache.slot_of[layer, expert])
                 row, *addresses = self._delta(Change(layer, expert, slot))
-                rows[row, :3] = addresses
-                if self._by_slot[layer]:
-                    index = layer * self.cache.slot_of.shape[1] + expert
-                    at = self._host_rows.address + 8 * ADDRESSES * index
-                    rows[row, 3] = in_place_word(at, self._settings.in_place_every)
+                rows[row] = (*addresses, words[layer, expert])
         return table
 
     def before_step(self) -> Sequence[Delta]:
@@ -320,7 +329,7 @@ class CachedExperts:
         experts that it used, -1 where a layer uses fewer. What served them."""
         self.cache.end_step()
         kinds = self._kinds.end_step()
-        counts = counted(kinds, choices, self._rule)
+        counts = counted(kinds, choices, self._reads.rule)
         if fetched:
             counts[..., FETCHED] += counts[..., ON_CPU]
             counts[..., ON_CPU] = 0

@@ -1,13 +1,15 @@
 """The experts that a cache begins with: copied into their slots before the first step.
 
 Those that are pinned travel straight from where they lie. While pinning goes on the others wait for
-it, since it is quicker than the way through a buffer; where it has ended, they take that way.
+it, since it is quicker than the way through a buffer; where it has ended, they take that way. A
+start does not wait for all of them where they may also come while the engine serves.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 from runtime.cuda.device import Device
 from runtime.cuda.stream import Stream
@@ -23,6 +25,10 @@ LOOK_SECONDS = 0.01
 PATIENCE_SECONDS = 2.0
 """Without anything new that is pinned: then the buffers are quicker after all."""
 
+START_SECONDS = 6.0
+"""What a start spends on first experts that may also come later: it serves before all of a large
+cache, or a file that a disk still reads, is there."""
+
 
 def load_first(
     device: Device,
@@ -30,31 +36,53 @@ def load_first(
     uploads: Sequence[Upload],
     slot_address: Callable[[int], int],
     moved: Callable[[int], object],
-) -> None:
-    """Fill the slots.  `moved` gets the bytes of each batch.
+    seconds: float = inf,
+) -> list[Upload]:
+    """Fill the slots, the first of them first; `moved` gets the bytes of each batch.  Returns what
+    there was no time for.
 
+    seconds: no batch begins later
     Raises: PinningFailed, CudaError; whatever `moved` raises.
     """
+    rest, began = list(uploads), time.monotonic()
+    news = began
     with Stream(device, "first experts") as stream:
-        rest, news = list(uploads), time.monotonic()
         while rest:
+            if time.monotonic() - began >= seconds:
+                return rest
             ended = not host.is_pinning  # asked first: what is pinned then is all there will be
             pinned = host.pinned_experts
             ready = [upload for upload in rest if pinned[upload.layer, upload.expert]]
-            rest = [upload for upload in rest if not pinned[upload.layer, upload.expert]]
             if ready:
-                _copy_pinned(stream, host, ready, slot_address, moved)
+                batch = _batch(host, ready)
+                _copy_pinned(stream, host, batch, slot_address, moved)
+                there = set(batch)
+                rest = [upload for upload in rest if upload not in there]
                 news = time.monotonic()
             elif ended or time.monotonic() - news > PATIENCE_SECONDS:
                 break
             else:
                 host.wait(LOOK_SECONDS)
-    transfers = [
-        Transfer(slot_address(upload.slot) + offset, bytes_at(address, n_bytes))
-        for upload in rest
-        for offset, address, n_bytes in host.parts(upload.layer, upload.expert)
-    ]
-    transfer_all(device, transfers, moved)
+    while rest and time.monotonic() - began < seconds:
+        batch = _batch(host, rest)
+        transfers = [
+            Transfer(slot_address(upload.slot) + offset, bytes_at(address, n_bytes))
+            for upload in batch
+            for offset, address, n_bytes in host.parts(upload.layer, upload.expert)
+        ]
+        transfer_all(device, transfers, moved)
+        rest = rest[len(batch) :]
+    return rest
+
+
+def _batch(host: HostExperts | HostPart, uploads: Sequence[Upload]) -> Sequence[Upload]:
+    """As many as make `BATCH_BYTES`, one at least."""
+    n_bytes = 0
+    for n_before, upload in enumerate(uploads):
+        if n_bytes >= BATCH_BYTES:
+            return uploads[:n_before]
+        n_bytes += host.layers[upload.layer].slot_bytes
+    return uploads
 
 
 def _copy_pinned(
@@ -64,13 +92,11 @@ def _copy_pinned(
     slot_address: Callable[[int], int],
     moved: Callable[[int], object],
 ) -> None:
-    on_the_way = 0
+    n_moved = 0
     for upload in uploads:
         target = slot_address(upload.slot)
         for offset, source, n_bytes in host.copies(upload.layer, upload.expert):
             stream.upload(target + offset, source, n_bytes)
-            on_the_way += n_bytes
-        if on_the_way >= BATCH_BYTES or upload is uploads[-1]:
-            stream.synchronize()
-            done, on_the_way = on_the_way, 0
-            moved(done)
+            n_moved += n_bytes
+    stream.synchronize()
+    moved(n_moved)

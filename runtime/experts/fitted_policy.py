@@ -86,7 +86,7 @@ class FittedPolicy(ScoredPolicy):
 
     def _score(self, cell: int) -> float:
         fast, slow = self._factors
-        return float(self._fast[cell]) * fast + float(self._slow[cell]) * slow
+        return float(self._fast.item(cell) * fast + self._slow.item(cell) * slow)
 
     def _wanted(self, missed: I64) -> tuple[I64, F64]:
         return missed, self._scores(missed)

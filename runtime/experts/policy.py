@@ -6,8 +6,7 @@ A policy sees every step's choices and proposes swaps; the cache carries them ou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ from runtime.experts.cache import Expert, ExpertCache
 I32 = NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class Swap:
+class Swap(NamedTuple):
     """Bring `expert`; into a free slot, or into that of `victim`."""
 
     expert: Expert

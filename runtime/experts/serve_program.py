@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout
+from ops.cpu.compiling import name_of, product_name
 from ops.cpu.experts import FEED_FORWARD
 from ops.cpu.job import record
 from ops.cpu.linear import MATRIX
@@ -37,6 +38,14 @@ from runtime.models.weights import Weight
 
 JOBS_PER_LAYER = 6
 NOT_MISSING = 1
+
+
+def kernels_of(weights: Mapping[str, Weight], layers: Sequence[MoeSpec]) -> list[str]:
+    """Names of what programs of these layers call, as `ops.cpu.compiling` has them."""
+    linears = [linear for layer in layers for linear in (*layer.gate_up, layer.down)]
+    formats = {weights[linear.weight].format.name for linear in linears}
+    kernels = (receive, serve, fetch_ahead, look_ahead, route)
+    return [*map(name_of, kernels), *map(product_name, sorted(formats))]
 
 
 class ServeMemory:

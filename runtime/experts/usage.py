@@ -1,7 +1,8 @@
 """Lifetime use of a model's experts: found at the start, kept in a file while the engine runs.
 
 The start looks in the model's profile, else in the model's own file (`moe_cache.expert_usage`).
-Several engines may share a profile: saving adds what is new to what the file holds by then.
+Several engines, and processes, may share a profile: saving adds what is new to what the file holds
+by then, one after the other. Where one file is named for several models, the first keeps it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from profiles import (
     ModelIdentity,
     ProfileError,
     UsageProfile,
+    alone_with,
     load_profile,
     save_profile,
     scaled_down,
@@ -56,6 +58,15 @@ def profile_path(identity: ModelIdentity) -> Path | None:
     return Path.home() / ".cache" / "hotexpert" / "usage" / identity.file_name
 
 
+def own_path(path: Path, identity: ModelIdentity) -> Path:
+    """Where the model's profile is or will be: `path`, or beside it, where another model's is."""
+    try:
+        of_another = load_profile(path).model != identity
+    except (ProfileError, OSError):
+        return path
+    return path.with_name(f"{path.name}.{identity.file_name}") if of_another else path
+
+
 def file_usage(metadata: Mapping[str, MetadataValue], spec: ModelSpec) -> U64 | None:
     """The table that the model's file has, u64[n_moe_layers, n_expert]; None: it has none, or one
     that does not fit the model.
@@ -83,7 +94,7 @@ class LifetimeUsage:
 
     known     u64[n_moe_layers, n_expert]: uses by known_tokens tokens; all 0: nothing is known
     source    where that came from, for people
-    path      None: nothing is saved
+    path      None: nothing is saved; see `own_path`
     """
 
     identity: ModelIdentity
@@ -107,9 +118,11 @@ class LifetimeUsage:
             return
         counts = scaled_down(np.asarray(uses, np.uint64).reshape(self.known.shape))
         profile = UsageProfile(self.identity, counts, n_tokens)
-        base = _loaded(self.path, self.identity, self.known.shape)
         try:
-            save_profile(self.path, profile if base is None else base.merged(profile))
+            with alone_with(self.path):
+                path = own_path(self.path, self.identity)
+                base = _loaded(path, self.identity, self.known.shape)
+                save_profile(path, profile if base is None else base.merged(profile))
         except OSError as error:
             logger.warning("%s: expert usage was not saved: %s", self.path, error.strerror)
 
@@ -131,9 +144,12 @@ def lifetime_usage(
     blocks = [layer.feed_forward for layer in model.spec.layers]
     n_layers = sum(isinstance(block, MoeSpec) for block in blocks)
     shape = n_layers, model.spec.n_expert_max
-    profile = None if path is None else _loaded(path, identity, shape, tell)
+    own = None if path is None else own_path(path, identity)
+    if own != path:
+        tell(f"{path} is another model's: {own} is")
+    profile = None if own is None else _loaded(own, identity, shape, tell)
     if profile is not None:
-        return LifetimeUsage(identity, profile.counts, profile.n_tokens, str(path), path)
+        return LifetimeUsage(identity, profile.counts, profile.n_tokens, str(own), path)
     table = file_usage(model.metadata, model.spec)
     if table is not None and table.any():
         used = max((block.n_used for block in blocks if isinstance(block, MoeSpec)), default=1)

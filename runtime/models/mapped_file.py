@@ -87,6 +87,19 @@ def want_pages(address: int, n_bytes: int) -> None:
     _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + n_bytes - start), WANTED)
 
 
+def are_pages_here(address: int, n_bytes: int) -> bool:
+    """Whether all of these bytes of a map are in memory; False where the kernel does not say.
+
+    Linux tells the file's owner and whoever may write it; it says yes to everybody else.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    n_bytes += address - start
+    found = (ctypes.c_ubyte * -(-n_bytes // mmap.PAGESIZE))()
+    if _libc().mincore(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), found):
+        return False
+    return all(page & 1 for page in found)
+
+
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)

@@ -22,6 +22,12 @@ from runtime.models.linear import Linear
 
 I64 = NDArray[np.int64]
 
+FEW_TOKENS = 8
+"""Of a step of generated tokens, say."""
+
+WORD = (1 << 64) - 1
+"""What is left of numbers modulo 2^64."""
+
 
 @dataclass(frozen=True)
 class NgramMemorySpec:
@@ -67,6 +73,9 @@ class NgramMemorySpec:
 
         contexts: the token, the one before, ...; -1: there is none
         """
+        if len(contexts) <= FEW_TOKENS:
+            few = [self._rows_of(context) for context in contexts.tolist()]
+            return np.array(few, np.int64).reshape(len(few), len(self.sizes))
         ended = np.zeros(len(contexts), bool)
         mixed = contexts[:, 0].astype(np.uint64) * np.uint64(self.multipliers[0])
         rows, heads = [], len(self.sizes) // (self.n_gram - 1)
@@ -79,3 +88,16 @@ class NgramMemorySpec:
                 row = (mixed % np.uint64(self.sizes[head])).astype(np.int64)
                 rows.append(row + self.offsets[head])
         return np.stack(rows, axis=1)
+
+    def _rows_of(self, context: list[int]) -> list[int]:
+        """The rows of one token: NumPy would take most of its time to begin."""
+        ended, mixed = False, context[0] * self.multipliers[0]
+        rows: list[int] = []
+        heads = len(self.sizes) // (self.n_gram - 1)
+        for j in range(1, self.n_gram):
+            ended = ended or context[j] < 0 or context[j] == self.end_token
+            mixed ^= (self.end_token if ended else context[j]) * self.multipliers[j]
+            own = slice((j - 1) * heads, j * heads)
+            here = zip(self.sizes[own], self.offsets[own], strict=True)
+            rows += [(mixed & WORD) % size + offset for size, offset in here]
+        return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -62,4 +62,18 @@ def fallback_metrics(notices: tuple[Notice, ...]) -> Iterator[Metric]:
     )
     for reason in Reason:
         family.add_metric([reason.value], sum(n.count for n in notices if n.reason is reason))
+    yield family
+
+
+def layer_metrics(layers: Mapping[str, int]) -> Iterator[Metric]:
+    """Layers of steps by the device that computed them; nothing where that is not known."""
+    if not layers:
+        return
+    family = CounterMetricFamily(
+        "hotexpert_layers_total",
+        "Layers of steps by what computed them; a GPU's with what the CPU did of missed experts",
+        labels=["device"],
+    )
+    for device, n in layers.items():
+        family.add_metric([device], n)
     yield family

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from runtime.engine.statistics import Counters, Statistics
 from server.errors import NotSupported
-from server.routes.expert_metrics import expert_metrics, fallback_metrics
+from server.routes.expert_metrics import expert_metrics, fallback_metrics, layer_metrics
 from server.service import SERVICE, Service
 
 REGISTRY: web.AppKey[CollectorRegistry] = web.AppKey("registry", CollectorRegistry)
@@ -59,6 +59,7 @@ class EngineCollector(Collector):
         yield from _rates(statistics.counters, earlier)
         yield from _states(statistics)
         yield from fallback_metrics(statistics.notices)
+        yield from layer_metrics(statistics.layers)
         if statistics.experts is not None:
             yield from expert_metrics(statistics.experts)
 

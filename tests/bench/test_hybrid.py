@@ -14,7 +14,8 @@ import pytest
 
 from bench import agree, hybrid
 from bench.bounds import Rates, TokenWork, overlapped_seconds, serial_seconds
-from bench.runs import Run, recorded_ids, run_of
+from bench.residency import experts_of, limit_of
+from bench.runs import Run, config_of, recorded_ids, run_of
 from bench.synthetic import MODELS, sketch_of, write_model
 from bench.whole_model import held
 from runtime.engine.step import StepKind
@@ -106,6 +107,9 @@ def test_a_comparison_says_what_agrees(
     assert tiny["same_bits"] and tiny["largest_error"] == 0
     assert 0 < tiny["median_of_cpu_with_f32_cache"] < 1e-2
     assert tiny["tokens_within_tolerance"] == "4 of 4"
+    assert tiny["routing"] is None, "nothing is missed"
+    routing = tiny["routing_of_cpu_with_f32_cache"]
+    assert routing["choices"] == 2 * (12 + 3) - 11, "the last layer has outputs alone"
     assert "nothing.gguf" in nothing["error"]
     assert (tmp_path / "tiny-2-F32-8.gguf").exists()
     assert "tiny:2:F32:8" in capsys.readouterr().out
@@ -133,7 +137,7 @@ def test_a_part_of_a_model_stands_for_the_whole(tmp_path: Path) -> None:
     rates = Rates(gpu=sizes.output_bytes / 100e-6, host=1e9, link=1e9)
     counts = np.tile([1.0, 7.0, 0, 0, 0], (3, 1))
     found = hybrid.Measured(
-        1.0, [2.0, 1.0], [400.0, 390.0, 410.0], counts, 3.0, {}, sizes, rates, {}
+        1.0, [2.0, 1.0], [400.0, 390.0, 410.0], counts, 3.0, {}, sizes, rates, {}, [500.0]
     )
     row = hybrid.speeds(found, "qwen3-30b-a3b", 480)
     assert row["tokens_per_second"] == 2500 and row["layers"] == "3 of 48"
@@ -144,3 +148,18 @@ def test_a_part_of_a_model_stands_for_the_whole(tmp_path: Path) -> None:
     assert share["hit_rate"] == 0.875
     missed = sum(layer.expert_bytes for layer in sizes.layers)
     assert share["share_of_overlapped_bound"] == round(missed / 1e9 / 400e-6, 3)
+
+
+def test_a_residency_is_room_for_so_many_experts(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", small("qwen3-30b-a3b"), 4, 0.5)
+    with open_model(tmp_path / "model.gguf") as model:
+        sizes = model_sizes(model.spec, model.file.tensors)
+        n_expert = model.spec.n_expert_max
+    layers = (("mode", "layers"),)
+    config = config_of(tmp_path / "model.gguf", "cuda", 1, 64, n_batch=8, moe_cache=layers)
+    limits = [limit_of(config, percent) for percent in (0, 25, 75)]
+    experts = n_expert * sum(layer.expert_bytes for layer in sizes.layers) / 2**30
+    assert limits[2] - limits[1] == pytest.approx(experts / 2, rel=0.05)
+    assert limits[1] - limits[0] == pytest.approx(experts / 4, rel=0.05)
+    found = experts_of(replace(config, vram_limit=limits[1]))
+    assert str(found.holding) in ("layers", "all") and found.slots[0] == n_expert

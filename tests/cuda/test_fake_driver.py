@@ -11,7 +11,7 @@ from tests.support.cuda_constants import ENUMS
 from tests.support.fake_driver import ALLOCATING, NO_CONTEXT, FakeDriver
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-FUNCTIONS = [name[1:] for name in vars(FakeDriver) if name.startswith("_cu")]
+FUNCTIONS = [name[1:] for name in dir(FakeDriver) if name.startswith("_cu")]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -28,7 +28,7 @@ def test_constants_are_the_real_ones(enum: type[IntEnum]) -> None:
 
 
 def test_flags_and_structures_exist() -> None:
-    for name in (n for n in vars(FakeDriver) if n.startswith("CU_MEMHOSTREGISTER")):
+    for name in (n for n in dir(FakeDriver) if n.startswith("CU_MEMHOSTREGISTER")):
         assert getattr(driver, name) == getattr(FakeDriver, name)
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     for name in vars(FakeDriver.CUlaunchConfig()):

@@ -9,9 +9,12 @@ import pytest
 
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver
+from runtime.cuda.graph import Launch
+from runtime.cuda.memory import DeviceBuffer
 from runtime.cuda.module import CubinCache, Module
+from runtime.cuda.stream import Stream
 from runtime.errors import CudaError, EngineBug, PtxCompileError
-from tests.cuda.conftest import FILL
+from tests.cuda.conftest import FILL, pack
 from tests.support.fake_driver import FakeDriver
 
 
@@ -98,3 +101,22 @@ def test_a_folder_that_cannot_be_written_is_a_reason(device: Device, tmp_path: P
     with Module(device, FILL, "fill", cache) as module:
         module.function("fill")
     assert "Not a directory" in cache.reason
+
+
+def test_declared_shared_memory_counts_towards_what_needs_no_word(device: Device) -> None:
+    """8 KiB declared and 44 asked for are more than the 48 that every function may have."""
+    declares = FILL.replace("{\n", "{\n    .shared .align 16 .b8 values[8192];\n", 1)
+    with (
+        Module(device, declares, "fill") as module,
+        Stream(device) as stream,
+        DeviceBuffer(device, 256) as buffer,
+    ):
+        function = module.function("fill")
+        arguments = pack(buffer.address, 5, 64)
+        launch = Launch(function, (1, 1, 1), 64, arguments, shared_bytes=44 << 10)
+        with pytest.raises(CudaError, match="INVALID_VALUE"):
+            launch.enqueue(stream)
+        function.allow_shared_bytes(44 << 10)
+        function.allow_shared_bytes(1 << 10)  # takes nothing back
+        launch.enqueue(stream)
+        stream.synchronize()

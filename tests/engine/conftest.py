@@ -7,6 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.fake_gpu import device, fake
+
+__all__ = ["device", "fake", "no_task_is_left"]
+
 
 @pytest.fixture
 async def no_task_is_left() -> AsyncIterator[None]:

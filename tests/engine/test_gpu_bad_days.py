@@ -19,8 +19,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from ops.gpu.mailbox import PATIENCE_NS
 from runtime.engine.engine import Engine
 from runtime.engine.gpu import executor as executor_file
+from runtime.engine.gpu.captured_steps import CapturedStep
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
@@ -235,8 +237,17 @@ def impatient_after(gpu: BadDriver, n_steps: int) -> None:
     kernels.patient_steps = n_steps
 
 
-async def test_a_stuck_worker_is_waited_for(path: Path, gpu: BadDriver) -> None:
-    """Its step fails as stalled once it goes on, and the workers serve the next."""
+def test_the_host_waits_longer_than_the_gpu_does_for_the_cpu() -> None:
+    assert executor_file.STALLED_SECONDS > 1.5 * PATIENCE_NS / 1e9
+
+
+@pytest.mark.parametrize("usual", [0.0, 1e-4], ids=["a first step", "a known one"])
+async def test_a_stuck_worker_is_waited_for(
+    usual: float, path: Path, gpu: BadDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step fails as stalled once it goes on, and the workers serve the next: however long the
+    GPU's steps take otherwise."""
+    monkeypatch.setattr(executor_file, "STALLED_SECONDS", 0.01)
     go_on = threading.Event()
     waits = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(
         lambda *args: (go_on.wait(), None)[1]
@@ -248,6 +259,7 @@ async def test_a_stuck_worker_is_waited_for(path: Path, gpu: BadDriver) -> None:
         for program in programs:
             program._jobs["function"][0] = ctypes.cast(waits, ctypes.c_void_p).value
         impatient_after(gpu, 0)
+        monkeypatch.setattr(CapturedStep, "seconds", property(lambda _: usual, lambda *_: None))
         reading = asyncio.create_task(read(engine))
         await launched(gpu)
         assert not exchange.idle
@@ -258,6 +270,30 @@ async def test_a_stuck_worker_is_waited_for(path: Path, gpu: BadDriver) -> None:
         go_on.set()
         with pytest.raises(ExchangeStalled):
             await asyncio.wait_for(reading, LIMIT)
+        impatient_after(gpu, -1)
+        assert await read(engine) == [0, 0, 0]
+    assert gpu.live == {}
+
+
+async def test_a_chunk_that_no_worker_computes_fails_its_request(
+    path: Path, gpu: BadDriver
+) -> None:
+    """As of a worker that raised or died: the GPU waits in vain, and the next step has workers."""
+    undone = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(
+        lambda *args: None
+    )
+    async with open_engine(config_of(path, **HYBRID)) as engine:
+        exchange: Any = executor_of(engine)._parts.exchange
+        programs = [serve.program for serve in exchange._serves]
+        at = programs[0].names.index("0.serve")
+        function = int(programs[0]._jobs[at]["function"])
+        for program in programs:
+            program._jobs["function"][at] = ctypes.cast(undone, ctypes.c_void_p).value
+        impatient_after(gpu, 0)
+        with pytest.raises(ExchangeStalled):
+            await asyncio.wait_for(read(engine), LIMIT)
+        for program in programs:
+            program._jobs["function"][at] = function
         impatient_after(gpu, -1)
         assert await read(engine) == [0, 0, 0]
     assert gpu.live == {}

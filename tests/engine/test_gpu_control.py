@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +12,11 @@ from hypothesis import strategies as st
 from ops.gpu.sampling import CHAIN, EDIT, MAX_VOCAB, PENALTIES
 from ops.gpu.step_io import RING, refresh_reference
 from runtime.cuda.device import Device
-from runtime.cuda.driver import initialized
 from runtime.engine.executor import ExecutorLimits
 from runtime.engine.gpu.control import ControlRing, cell_pages, control_layout
 from runtime.engine.gpu.step_shape import MAX_OUTPUTS, Sampling, StepShapes, part_of, parts_of
 from runtime.engine.step import DeviceWork, Step, StepKind
 from runtime.errors import EngineBug
-from tests.support.fake_driver import FakeDriver
 
 LIMITS = ExecutorLimits(
     n_vocab=100, n_pages=40, page_tokens=32, max_step_tokens=512, max_sequences=6
@@ -99,10 +96,31 @@ def test_parts_hold_every_token_and_output_once(
     assert logits.tolist() == outputs
 
 
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with Device(initialized(FakeDriver(), "13.4.4")) as device:
-        yield device
+def test_a_part_has_the_sequences_of_its_tokens_alone() -> None:
+    """A class has room for as many sequences as tokens: 300 of them are in no one part."""
+    step = step_of([1] * 300, list(range(300)), first=5)
+    step = replace(
+        step,
+        state_slots=np.arange(1000, 1300, dtype=np.int32),
+        previous_tokens=np.arange(600, dtype=np.int32).reshape(300, 2),
+        sampling=tuple(work(1 + i % 2) for i in range(300)),
+    )
+    many = replace(LIMITS, max_sequences=512)
+    shapes, n = StepShapes(many, 2048), 0
+    for span in parts_of(step, shapes.most_tokens(step.kind)):
+        part, rows = part_of(step, span)
+        shape = shapes.of(part)
+        assert len(part.page_tables) == part.n_tokens <= shape.n_sequences
+        assert step.sampling is not None and part.sampling == step.sampling[span]
+        for name in ("page_tables", "state_slots"):
+            found = getattr(part, name)[part.rows]
+            np.testing.assert_array_equal(found, getattr(step, name)[step.rows[span]])
+        n += len(rows)
+    assert n == 300
+    two = step_of([3, 2, 4], [8])
+    part, rows = part_of(two, slice(4, 9))
+    assert part.rows.tolist() == [0, 1, 1, 1, 1] and rows == [0]
+    np.testing.assert_array_equal(part.page_tables, two.page_tables[1:])
 
 
 def test_the_control_block_holds_the_step(device: Device) -> None:
@@ -184,6 +202,17 @@ def test_steps_that_the_gpu_does_not_sample() -> None:
         (step_of([1], [0], StepKind.PREFILL), [work(1)], False),
     ):
         assert shapes.samples(replace(step, sampling=tuple(works))) is expected
+
+
+def test_many_tokens_are_sampled_in_parts_but_never_ahead() -> None:
+    shapes = StepShapes(replace(LIMITS, max_sequences=512), 2048)
+    step = step_of([1] * 300, list(range(300)))
+    few = replace(step, sampling=(work(1),) * 300)
+    assert shapes.samples(few)
+    assert not shapes.samples(replace(few, follows=True))
+    edits = shapes.of(replace(step_of([1] * 128, list(range(128))), sampling=(work(2),) * 128))
+    crowded = (work(2, edits.max_edits + 1), *[work(1)] * 299)
+    assert not shapes.samples(replace(step, sampling=crowded))
     large = replace(LIMITS, n_vocab=MAX_VOCAB + 1)
     sampled = replace(step_of([1], [0]), sampling=(work(1),))
     assert not StepShapes(large, 31).samples(sampled)

@@ -21,6 +21,8 @@ from runtime.models import Model, open_model
 from tests.engine.test_gpu_executor import TOKENS, executor_of, logits_of, step_of
 from tests.support.block_models import BLOCK_MODELS
 from tests.support.fake_driver import FakeDriver
+from tests.support.tiny_attention_models import gpt_oss
+from tests.support.tiny_models import with_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -115,12 +117,15 @@ async def test_experts_grouped_for_tensor_cores_may_be_missed_too(tmp_path: Path
         assert np.array_equal(results[0].view(np.uint32), results[1].view(np.uint32))
 
 
+@pytest.mark.parametrize(("n_layers", "pieces"), [(5, 1), (2, 3)])
 async def test_prompts_fetch_what_is_not_on_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    n_layers: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both buffers are used anew; neither the CPU nor a resident copy changes a bit."""
+    """Every buffer is used anew; neither the CPU nor a resident copy changes a bit."""
     monkeypatch.setattr(fetched_experts, "FETCHED_TOKENS", 16)
-    model_file = BLOCK_MODELS["qwen3moe"]("Q4_K", 3).write(tmp_path / "model.gguf")
+    monkeypatch.setattr(fetched_experts, "LEAST_PIECE_BYTES", 0)
+    monkeypatch.setattr(fetched_experts, "PIECES", pieces)
+    model_file = BLOCK_MODELS["qwen3moe"]("Q4_K", n_layers).write(tmp_path / "model.gguf")
     settings = {"n_threads": 2, "exchange_rounds": 0}
     with open_model(model_file) as model:
         results = []
@@ -131,11 +136,31 @@ async def test_prompts_fetch_what_is_not_on_the_gpu(
                 token = step_of(executor, StepKind.DECODE, [(0, TOKENS[11:12], 11)])
                 results += [await logits_of(executor, step) for step in (prompt, token)]
                 facts = executor.describe()
+                fetches = executor._parts.experts.fetches
+        assert fetches is not None and len(fetches.pieces) > fetched_experts.BUFFERS
         assert facts["expert_fetched"] > 0
-        assert facts["expert_cpu_misses"] <= 3 * 3, "only the decoded token's are left"
+        assert facts["expert_cpu_misses"] <= n_layers * 3, "only the decoded token's are left"
         assert facts["expert_hits"] > 0
         for resident, fetched in zip(results[:2], results[2:], strict=True):
             assert np.array_equal(resident.view(np.uint32), fetched.view(np.uint32))
+
+
+async def test_pieces_of_fetched_experts_have_their_own_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched_experts, "FETCHED_TOKENS", 16)
+    monkeypatch.setattr(fetched_experts, "LEAST_PIECE_BYTES", 0)
+    tiny = with_blocks(gpt_oss(n_layers=1, n_embd=64, n_ff=64), "MXFP4", "_exps.weight")
+    with open_model(tiny.write(tmp_path / "model.gguf")) as model:
+        results = []
+        for held in (ALL, 2):
+            settings = {"moe_expert_cache": held, "n_threads": 2, "exchange_rounds": 0}
+            async with executor_of(model, tmp_path, hybrid_driver(), **settings) as executor:
+                step = step_of(executor, StepKind.PREFILL, [(0, TOKENS[:9], 0)])
+                results.append(await logits_of(executor, step))
+                facts = executor.describe()
+    assert facts["expert_fetched"] > 0 and facts["expert_cpu_misses"] == 0
+    assert np.array_equal(results[0].view(np.uint32), results[1].view(np.uint32))
 
 
 async def test_the_exchange_is_tested_at_the_start(

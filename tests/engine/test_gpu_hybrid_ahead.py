@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-def steps_of(executor: GPUExecutor) -> list[Step]:
+def steps_of(executor: GPUExecutor, n_steps: int = N_STEPS) -> list[Step]:
     """A token that is known and those that follow it, each of what the one before chose."""
     (sampler,) = samplers_of(SAMPLERS)
     first = sampled(executor, step_of(executor, StepKind.DECODE, [(0, TOKENS[:1], 0)]), [sampler])
@@ -42,14 +42,14 @@ def steps_of(executor: GPUExecutor) -> list[Step]:
         first,
         *(
             sampled(executor, following(executor, [0], position), [sampler])
-            for position in range(1, N_STEPS)
+            for position in range(1, n_steps)
         ),
     ]
 
 
-async def chosen_ahead(executor: GPUExecutor) -> list[int]:
+async def chosen_ahead(executor: GPUExecutor, n_steps: int = N_STEPS) -> list[int]:
     """Tokens of the steps, each launched before the one before it has ended."""
-    steps = steps_of(executor)
+    steps = steps_of(executor, n_steps)
     flight, tokens = await executor.begin(steps[0]), []
     for step in steps[1:]:
         behind = await executor.begin(step)

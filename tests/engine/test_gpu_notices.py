@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from runtime.engine.gpu import executor as executor_file
+from runtime.engine.gpu import step_watch, transfer
 from runtime.engine.gpu.expected_hits import expected_hit_rate
 from runtime.engine.gpu.expert_opening import _tell_still
 from runtime.engine.gpu.expert_plan import ExpertPlan, Holding
@@ -20,6 +20,7 @@ from runtime.notices import Notices, Reason
 from tests.engine.test_gpu_executor import executor_of
 from tests.support.bad_gpu import bad_machine, config_of
 from tests.support.block_models import BLOCK_MODELS
+from tests.support.fake_driver import Failure
 from tests.support.stub_kernels import StubKernels
 
 ALL, SOME = 8, 3
@@ -34,7 +35,7 @@ async def test_an_engine_says_once_that_fewer_experts_hit_than_expected(
     expected: float, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is on the GPU, so nothing hits."""
-    monkeypatch.setattr(executor_file, "expected_hit_rate", lambda plan: expected)
+    monkeypatch.setattr(step_watch, "expected_hit_rate", lambda plan: expected)
     fake = bad_machine(monkeypatch, tmp_path / "cubins")
     fake.kernels = StubKernels()
     params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
@@ -49,6 +50,29 @@ async def test_an_engine_says_once_that_fewer_experts_hit_than_expected(
     assert last.timings is not None
     assert last.timings.expert_hit_rate == 0
     assert last.timings.expert_miss_bytes is not None and last.timings.expert_miss_bytes > 0
+
+
+async def test_weights_that_go_by_way_of_buffers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver registers its own buffers, and would not the file's pages."""
+    fake = bad_machine(monkeypatch, tmp_path / "cubins")
+    monkeypatch.setattr(transfer, "LEAST_MAPPED_BYTES", 1 << 12)
+    register = fake._cuMemHostRegister
+
+    def refuse(address: int, n_bytes: int, flags: int) -> None:
+        if flags & fake.CU_MEMHOSTREGISTER_READ_ONLY:
+            raise Failure("HOST_MEMORY_ALREADY_REGISTERED")
+        register(address, n_bytes, flags)
+
+    for refuses in (True, False):
+        if refuses:
+            monkeypatch.setattr(fake, "_cuMemHostRegister", refuse)
+        else:
+            monkeypatch.setattr(fake, "_cuMemHostRegister", register)
+        async with open_engine(config_of(small_model(tmp_path))) as engine:
+            told = [n.text for n in engine.notices.all if n.reason is Reason.UNPINNED]
+        assert len(told) == refuses and all("by way of buffers" in text for text in told)
 
 
 @pytest.mark.parametrize("held", [ALL, SOME])

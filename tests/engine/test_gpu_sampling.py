@@ -17,7 +17,9 @@ from runtime.cuda import module as module_file
 from runtime.cuda.driver import initialized
 from runtime.engine.candidate_sampler import CandidateSampler
 from runtime.engine.engine import Engine
+from runtime.engine.gpu import step_shape
 from runtime.engine.gpu.executor import GPUExecutor
+from runtime.engine.gpu.joined_parts import kept
 from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
@@ -130,6 +132,27 @@ async def test_a_token_does_not_depend_on_who_is_beside(gpu: GPUExecutor) -> Non
         assert result.chosen.tokens == [chosen.tokens[row]]
 
 
+@pytest.mark.parametrize("name", CHAINS)
+async def test_more_tokens_than_a_class_holds_are_chosen_in_parts(
+    name: str, gpu: GPUExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part is in flight; nothing begins before its tokens are known."""
+    samplers = samplers_of(CHAINS[name])
+    step = sampled(gpu, decode_step(gpu, len(samplers)), samplers)
+    together = kept(await gpu.run(step)).chosen
+    assert together is not None and step.sampling is not None
+    monkeypatch.setattr(step_shape, "LARGEST_DECODE", len(samplers) - 1)
+    flight = await gpu.begin(step)
+    assert not gpu.samples(replace(following(gpu, [0], 3), sampling=step.sampling[:1]))
+    assert not gpu.samples(replace(step, follows=True))
+    chosen = (await flight.result()).chosen
+    assert chosen is not None
+    assert chosen.tokens == together.tokens
+    for row, one in enumerate(samplers):
+        work = step.sampling[row]
+        assert one.choice_of(work, chosen, row, 3) == one.choice_of(work, together, row, 3)
+
+
 async def test_a_token_does_not_depend_on_the_steps_before(gpu: GPUExecutor) -> None:
     """Every block of the ring has held a step of another layout, with edits everywhere."""
     biases = {token: 1.0 for token in range(50, N_VOCAB)}
@@ -212,10 +235,13 @@ async def test_two_steps_wait_in_the_stream_and_results_outlive_the_next_step(
         assert (await (await third).result()).chosen is not None
 
 
+@pytest.mark.parametrize("most", [128, 1])
 async def test_the_engine_runs_ahead_and_says_the_cpus_tokens(
-    model: Model, tmp_path: Path, fake_gpu: FakeDriver
+    most: int, model: Model, tmp_path: Path, fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two answers at once, one greedy and one drawn; one of them ends first."""
+    """Two answers at once, one greedy and one drawn; one of them ends first. Where a class holds a
+    token, steps of both are performed in parts, and the other one runs ahead again alone."""
+    monkeypatch.setattr(step_shape, "LARGEST_DECODE", most)
     begun: list[bool] = []
     params = [
         SamplingParams(temperature=0, max_tokens=3),
@@ -246,5 +272,5 @@ async def test_the_engine_runs_ahead_and_says_the_cpus_tokens(
     ) as engine:
         assert on_the_gpu == await answers(engine)
     assert [len(part) for part in on_the_gpu] == [3, 6]
-    assert begun.count(True) >= 3
+    assert begun.count(True) >= (3 if most > 1 else 2)
     assert fake_gpu.live == {}

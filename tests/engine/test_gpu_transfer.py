@@ -31,18 +31,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fake() -> FakeDriver:
-    return FakeDriver(memory_bytes=1 << 26)
-
-
-@pytest.fixture
-def device(fake: FakeDriver) -> Iterator[Device]:
-    with Device(initialized(fake, "13.4.4")) as opened:
-        yield opened
-    assert fake.live == {}
-
-
-@pytest.fixture
 def file(tmp_path: Path) -> Iterator[MappedFile]:
     path = tmp_path / "file"
     path.write_bytes(np.random.default_rng(2).integers(0, 256, 12 * PAGE, np.uint8).tobytes())
@@ -94,6 +82,12 @@ def test_pages_that_another_has_registered_are_copied(device: Device, file: Mapp
     pages = file.view(5 * PAGE, 2 * PAGE)
     with RegisteredMemory(device, pages, "another's", read_only=True):
         assert carried(device, file)
+        with DeviceBuffer(device, 16 * PAGE) as buffer:
+            whole = Transfer(buffer.address, file.view(0, 12 * PAGE), mapped=True)
+            refused = transfer_all(device, [whole])
+    assert refused == 4 * PAGE, "the pieces of two pages that hold one of them"
+    with DeviceBuffer(device, 16 * PAGE) as buffer:
+        assert transfer_all(device, [Transfer(buffer.address, whole.data, mapped=True)]) == 0
 
 
 def test_a_gpu_that_registers_no_files_gets_copies(

@@ -179,11 +179,20 @@ async def test_anything_at_any_time(
     seed: int, config: runtime.EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests come, end and are cancelled in every turn of the loop; prefixes are shared."""
+    async with ahead_engine(monkeypatch, config) as (engine, executor):
+        answers = await requests_at_any_time(engine, seed)
+        assert executor.n_ahead > 0
+    async with runtime.open_engine(CONFIG) as other:
+        await check_answers(other, answers)
+
+
+async def requests_at_any_time(engine: runtime.Engine, seed: int) -> list[Any]:
+    """What was asked for and what came, until somebody cared no more; no page is lost."""
     rng = np.random.default_rng(seed)
     names, numbers = list(PARAMS), count(100)
     prefixes = [list(range(20)), list(range(50, 53)), [7]]
 
-    async def request(engine: runtime.Engine) -> tuple[list[int], Any, list[int | None]]:
+    async def request() -> tuple[list[int], Any, list[int | None]]:
         prompt = prefixes[rng.integers(3)] + rng.integers(0, 250, rng.integers(1, 9)).tolist()
         fields = {**PARAMS[names[rng.choice(6, p=[0.4, 0.3, 0.1, 0.1, 0.05, 0.05])]]}
         fields["seed"] = next(numbers)
@@ -199,13 +208,15 @@ async def test_anything_at_any_time(
                     break
         return prompt, params, ids(tokens)
 
-    async with ahead_engine(monkeypatch, config) as (engine, executor):
-        answers = await asyncio.gather(*(request(engine) for _ in range(14)))
-        assert executor.n_ahead > 0
-        await settled(engine)
-        pages = engine.statistics()
-        assert pages.n_pages_free + pages.n_pages_cached == pages.n_pages
-    async with runtime.open_engine(CONFIG) as other:
-        for prompt, params, got in answers:
-            expected = ids(await read(other, prompt, params))
-            assert got == expected[: len(got)]
+    answers = await asyncio.gather(*(request() for _ in range(14)))
+    await settled(engine)
+    pages = engine.statistics()
+    assert pages.n_pages_free + pages.n_pages_cached == pages.n_pages
+    return answers
+
+
+async def check_answers(other: runtime.Engine, answers: list[Any]) -> None:
+    """Another engine says the same."""
+    for prompt, params, got in answers:
+        expected = ids(await read(other, prompt, params))
+        assert got == expected[: len(got)]

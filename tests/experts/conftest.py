@@ -1,27 +1,13 @@
-"""A fake GPU that has to be left empty, and two layers of experts to put on it."""
+"""Fixtures of the experts' tests: a fake GPU, and two layers of experts to put on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from runtime.cuda.device import Device
-from runtime.cuda.driver import initialized
-from tests.support.fake_driver import FakeDriver
+from tests.support.fake_gpu import device, fake
 from tests.support.moe_layers import MoeLayers
 
-
-@pytest.fixture
-def fake() -> FakeDriver:
-    return FakeDriver(memory_bytes=1 << 26)
-
-
-@pytest.fixture
-def device(fake: FakeDriver) -> Iterator[Device]:
-    with Device(initialized(fake, "13.4.4")) as opened:
-        yield opened
-    assert fake.live == {}
+__all__ = ["device", "fake", "layers"]
 
 
 @pytest.fixture

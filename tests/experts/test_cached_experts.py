@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from runtime.cuda.device import Device
 from runtime.engine.gpu.expert_plan import even_slots, moe_layers_of, slots_bytes
 from runtime.errors import DeviceLost, OutOfDeviceMemory
+from runtime.experts import cached_experts
 from runtime.experts.cached_experts import CachedExperts, CacheSettings
 from runtime.experts.host_experts import HostExperts
 from tests.support.cuda_constants import CUresult
@@ -86,6 +87,21 @@ def test_swaps_follow_the_use_and_the_table_never_lies(device: Device, layers: M
         run.step(5)
     assert run.n_addresses <= 9
     run.experts.close()
+
+
+def test_first_experts_that_take_too_long_come_while_steps_run(
+    device: Device, layers: MoeLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_experts, "START_SECONDS", 0.0)
+    run = Run(device, layers, slots=3, uploads_a_step=2)
+    assert run.n_addresses == 0 and run.experts.cache.n_free(run.host.layers[0].slot_bytes) == 6
+    for _ in range(12):
+        run.step(3)
+    assert run.n_addresses == 9 and run.experts.cache.resident[:, 1:4].all()
+    still = Run(device, layers, slots=3, uploads_a_step=0)
+    assert still.n_addresses == 9, "nothing would come later"
+    run.experts.close()
+    still.experts.close()
 
 
 def test_many_choices_are_counted_as_few_are(device: Device, layers: MoeLayers) -> None:

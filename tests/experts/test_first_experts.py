@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,5 +65,29 @@ def test_pinning_that_does_not_come_is_not_waited_for(
     check_loads(device, layers, HostExperts(layers.weights, layers.specs))
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_takes_too_long_is_left(
+    device: Device, layers: MoeLayers, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones are there, batch by batch, until the time is over."""
+    host = HostExperts(layers.weights, layers.specs)
+    if pinned:
+        host.pin(device)
+    size = max(layer.slot_bytes for layer in host.layers)
+    monkeypatch.setattr(first_experts, "BATCH_BYTES", 2 * host.layers[0].slot_bytes)
+    clock = count()
+    monkeypatch.setattr(first_experts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    uploads = [Upload(0, expert, slot) for slot, expert in enumerate((5, 3, 1, 0, 2))]
+    moved: list[int] = []
+    with DeviceBuffer(device, size * len(uploads)) as slots:
+        place = lambda slot: slots.address + slot * size  # noqa: E731
+        left = load_first(device, host, uploads, place, moved.append, 3)
+        assert 0 < len(left) < 5 and left == uploads[len(uploads) - len(left) :]
+        there = sum(n for up in uploads[: -len(left)] for _, _, n in host.parts(0, up.expert))
+        assert sum(moved) == there
+        assert load_first(device, host, uploads, place, moved.append, 0) == uploads
+    host.close()
+
+
 def test_nothing_to_load(device: Device, layers: MoeLayers) -> None:
-    load_first(device, HostExperts(layers.weights, layers.specs), [], int, int)
+    assert load_first(device, HostExperts(layers.weights, layers.specs), [], int, int) == []

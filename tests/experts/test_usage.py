@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from runtime.config import BUNDLED_MODEL
 from runtime.experts.cache import ExpertCache, LayerShape
 from runtime.experts.usage import (
     SAVE_SECONDS,
+    LifetimeUsage,
     file_usage,
     lifetime_usage,
     model_identity,
@@ -52,14 +54,41 @@ def test_two_engines_add_to_one_profile(model: Model, tmp_path: Path) -> None:
     assert not second.due(3.0 + SAVE_SECONDS - 1)
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "other model", "other shape"])
+def test_engines_that_save_at_once_lose_nothing(model: Model, tmp_path: Path) -> None:
+    """Saving reads and writes; between the two nobody else may."""
+    engines = [lifetime_usage(model, tmp_path / "p") for _ in range(4)]
+
+    def save(usage: LifetimeUsage) -> None:
+        for _ in range(5):
+            usage.save(counts(model, 2), 3, now=0.0)
+
+    with ThreadPoolExecutor(len(engines)) as threads:
+        list(threads.map(save, engines))
+    assert load_profile(tmp_path / "p").n_tokens == 4 * 5 * 3
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["p"]
+
+
+def test_one_file_for_two_models_keeps_the_first_ones(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are open before either has saved."""
+    path = tmp_path / "p"
+    usage, other = (lifetime_usage(model, path) for _ in range(2))
+    other.identity = replace(usage.identity, file_bytes=5)
+    other.save(counts(model, 0), 10, now=0.0)
+    usage.save(counts(model, 1), 4, now=0.0)
+    other.save(counts(model, 0), 10, now=0.0)
+    assert load_profile(path).model == other.identity and load_profile(path).n_tokens == 20
+    again = lifetime_usage(model, path)
+    assert again.known_tokens == 4 and "another model's" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "other shape"])
 def test_a_profile_that_does_not_fit_is_not_used_and_replaced(
     model: Model, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, identity = tmp_path / "p", model_identity(model.file)
     kept = UsageProfile(identity, counts(model, 0).astype(np.uint64), 3)
-    if damage == "other model":
-        kept = replace(kept, model=replace(identity, file_bytes=5))
     if damage == "other shape":
         kept = replace(kept, counts=kept.counts[:, :8])
     save_profile(path, kept)

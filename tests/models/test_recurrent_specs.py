@@ -147,6 +147,8 @@ def test_rows_of_contexts_are_those_of_plain_numbers(tmp_path: Path) -> None:
     ]
     rows = memory.rows(np.array(contexts, np.int32))
     assert rows.tolist() == [ngram_rows(memory, tokens[: i + 1]) for i in range(len(tokens))]
+    few = [memory.rows(np.array(contexts[i : i + 2], np.int32)) for i in range(len(tokens) - 1)]
+    assert [part.tolist() for part in few] == [rows[i : i + 2].tolist() for i in range(len(few))]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,12 @@ def test_each_state_of_the_sources_has_its_directory(
     monkeypatch.setattr(cache, "SOURCES", sources)
     one = cache.use_directory(tmp_path).directory
     (sources / "kernel.py").write_text("one = 2\n")
-    assert len({first.directory, one, cache.use_directory(tmp_path).directory}) == 3
+    two = cache.use_directory(tmp_path).directory
+    assert len({first.directory, one, two}) == 3
+    for folder, directory in (("gpu", two), ("cpu", None)):
+        (sources / folder).mkdir()
+        (sources / folder / "kernel.py").write_text("three = 3\n")
+        assert (cache.use_directory(tmp_path).directory == two) == (directory == two), folder
 
 
 def test_an_unwritable_place_gives_a_temporary_one_and_the_reason(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def test_numbers_go_on_where_they_wrap(epoch: int, team: Team) -> None:
     layers.add("Q8_0", "Q8_0", (64, 64), N_EXPERT, N_USED)
     served = Served(layers, 1, team)
     before = (epoch - 1) % (1 << 32)
-    served.memory[:4].view(np.uint32)[0] = sequence(before, 1, 0)
+    for word in (exchange.POSTED, exchange.FORESEEN):
+        served.memory[word:][:4].view(np.uint32)[0] = sequence(before, 1, 0)
     served.done[0] = before
     served.serve.begin(epoch)
     team.submit(served.serve.program)
@@ -200,6 +201,45 @@ def test_a_forecast_names_what_the_cpu_would_have_to_compute(
     assert served.shared.listed[1 : 1 + n_listed].tolist() == expected
     fetches = served.serve.program.names.index("1.fetch_ahead")
     assert served.serve.program.n_chunks[fetches] == (team.n_threads if expected else 0)
+    served.serve.program.close()
+
+
+@pytest.mark.parametrize("foreseen", [0, 1, 2])
+def test_a_forecast_without_misses_is_taken_while_it_is_the_last_one(
+    foreseen: int, team: Team
+) -> None:
+    """Of layer 0, or a later one that passed meanwhile."""
+    layers = MoeLayers()
+    for _ in range(3):
+        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    served.shared.missing[:] = 0
+    forecast_of(served, [[0, 9, 8, 7, 6, 5]])
+    served.memory[exchange.N_TOKENS :][:4].view(np.uint32)[0] = 1
+    served.memory[exchange.FORESEEN :][:4].view(np.uint32)[0] = sequence(EPOCH, 3, foreseen)
+    served.done[0] = EPOCH
+    served.serve.begin(EPOCH)
+    team.run(served.serve.program)
+    names, chunks = served.serve.program.names, served.serve.program.n_chunks
+    fetched = [chunks[names.index(f"{layer}.fetch_ahead")] for layer in (1, 2)]
+    assert fetched == [team.n_threads * (foreseen == layer) for layer in (0, 1)]
+    assert served.shared.listed[0] == (3 if foreseen < 2 else 0)
+    served.serve.program.close()
+
+
+def test_a_forecast_that_is_torn_harms_nothing(team: Team) -> None:
+    layers = MoeLayers()
+    for _ in range(2):
+        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    served.shared.missing[:] = 0
+    forecast_of(served, [[np.nan, np.nan, np.nan, 1, np.nan, np.inf]])
+    x = np.ones((1, 256), np.float32)
+    served.post(0, layers.records(0, x), np.array([5 << 16], np.uint32), EPOCH)
+    served.done[0] = EPOCH
+    served.serve.begin(EPOCH)
+    team.run(served.serve.program)
+    assert np.array_equal(served.answers(0, 1)[0][0], layers.expected(0, x, 5)[0])
     served.serve.program.close()
 
 

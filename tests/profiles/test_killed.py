@@ -32,9 +32,12 @@ def test_a_profile_survives_its_killed_writers(tmp_path: Path) -> None:
                 save_for_ever(path, seen[-1] + 1)
             finally:
                 os._exit(1)
-        until = time.perf_counter() + 1e-3 * (1 + kill * 7 % 10)
+        before, began = path.stat().st_ino, time.perf_counter()
+        until = began + 1e-3 * (1 + kill * 7 % 10)
         while time.perf_counter() < until:
             pass
+        while kill % 10 == 9 and path.stat().st_ino == before:  # on a busy machine, too
+            assert time.perf_counter() < began + 20.0
         os.kill(writer, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1]) == -signal.SIGKILL
         found = load_profile(path)

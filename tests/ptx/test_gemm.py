@@ -59,6 +59,15 @@ def test_many_rows_are_for_large_products_of_32_slots() -> None:
     assert gemm_tile(FORMATS["NVFP4"], 32, many_rows=True) == gemm_tile(FORMATS["NVFP4"], 32)
 
 
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q5_K"])
+def test_formats_of_many_registers_have_tall_blocks_where_they_fit(name: str) -> None:
+    fmt = FORMATS[name]
+    assert best_tile(fmt, 2048, 2048, shared_bytes=HOPPER_SHARED).rows == 128
+    assert best_tile(fmt, 2048, 2048, shared_bytes=163 << 10) == gemm_tile(fmt, 64)
+    assert best_tile(fmt, 256, 512, shared_bytes=HOPPER_SHARED) == gemm_tile(fmt, 64), "few blocks"
+    assert gemm_tile(fmt, 32, many_rows=True).threads <= 256
+
+
 def test_slots_of_a_tile_are_those_of_a_group() -> None:
     fmt = FORMATS["Q6_K"]
     assert best_tile(fmt, 768, 248, 128, shared_bytes=HOPPER_SHARED).tokens == 8

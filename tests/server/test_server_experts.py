@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -104,3 +106,12 @@ async def test_a_request_is_told_its_own_hits(
 async def test_timings_say_nothing_of_experts_that_do_not_move(served: Served) -> None:
     _, body = await served.post("/completion", {"prompt": "ab", "n_predict": 2})
     assert not [name for name in body["timings"] if name.startswith("expert")]
+
+
+async def test_layers_are_counted_by_what_computed_them(served: Served) -> None:
+    assert not any("hotexpert_layers" in name for name in await metrics_of(served)), "not known"
+    executor: Any = served.engine.executor
+    executor.layers_computed = {"gpu": 90, "cpu": 0}
+    values = await metrics_of(served)
+    assert values['hotexpert_layers_total{device="gpu"}'] == 90
+    assert values['hotexpert_layers_total{device="cpu"}'] == 0

@@ -25,6 +25,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.machine import machine
 from ops.gpu.router import in_place
 from runtime.config import EngineConfig
 from runtime.engine import placement
@@ -53,6 +54,7 @@ class Followed:
     logits: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     uses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
+    gpu: str = ""
 
 
 class UseRecorder:
@@ -93,7 +95,8 @@ async def follow(executor: Executor, n_tokens: int, slots: int, every: int) -> F
 
 def drawn(logits: NDArray[np.float32], rng: np.random.Generator) -> int:
     """A token among the best ones."""
-    best = np.argsort(-logits, kind="stable")[:CHOSEN_AMONG]
+    among = np.flatnonzero(logits >= np.partition(logits, -CHOSEN_AMONG)[-CHOSEN_AMONG])
+    best = among[np.lexsort((among, -logits[among]))][:CHOSEN_AMONG]
     weights = np.exp(logits[best].astype(np.float64) - logits[best[0]])
     return int(rng.choice(best, p=weights / weights.sum()))
 
@@ -123,10 +126,14 @@ def differences(runs: list[Followed]) -> list[str]:
         for kind in ("greedy", "seeded")
         if getattr(run, what)[kind] != getattr(runs[-1], what)[kind]
     ]
+    shares = shares_of(runs).items()
+    return wrong + [f"only {share:.1%} by {way}" for way, share in shares if share < LEAST_SHARE]
+
+
+def shares_of(runs: list[Followed]) -> dict[str, float]:
+    """What part of the uses each way served, in the runs together that have all of them."""
     total = {way: sum(run.uses[way] for run in runs) for way in WAYS}
-    shares = {way: count / max(sum(total.values()), 1) for way, count in total.items()}
-    wrong += [f"only {share:.1%} by {way}" for way, share in shares.items() if share < LEAST_SHARE]
-    return wrong
+    return {way: count / max(sum(total.values()), 1) for way, count in total.items()}
 
 
 async def on_this_machine(path: Path, n_tokens: int, n_expert: int) -> list[Followed]:
@@ -140,9 +147,19 @@ async def on_this_machine(path: Path, n_tokens: int, n_expert: int) -> list[Foll
             placed = await asyncio.to_thread(placement.open_placed, config, Progress())
         try:
             runs.append(await follow(placed.executor, n_tokens, slots, IN_PLACE_EVERY))
+            runs[-1].gpu = str(placed.executor.describe().get("gpu"))
         finally:
             await placed.close()
+        sys.stdout.write(f"{summary(runs[-1])}\n")
+        sys.stdout.flush()
     return runs
+
+
+def summary(run: Followed) -> str:
+    """One line."""
+    digests = {kind: digest[:16] for kind, digest in run.logits.items()}
+    distinct = {kind: len(set(tokens)) for kind, tokens in run.tokens.items()}
+    return f"{run.slots} slots: {digests}, {distinct} distinct tokens, {run.uses}"
 
 
 def main() -> int:
@@ -158,14 +175,16 @@ def main() -> int:
         n_expert = model.spec.n_expert_max
     runs = asyncio.run(on_this_machine(args.model, args.tokens, n_expert))
     wrong = differences(runs)
-    for run in runs:
-        digests = {kind: digest[:16] for kind, digest in run.logits.items()}
-        distinct = {kind: len(set(tokens)) for kind, tokens in run.tokens.items()}
-        sys.stdout.write(f"{run.slots} slots: {digests}, {distinct} distinct tokens, {run.uses}\n")
     sys.stdout.write(f"{'; '.join(wrong) or 'all the same'}\n")
     if args.out:
-        rows = [asdict(run) for run in runs]
-        args.out.write_text(json.dumps({"runs": rows, "wrong": wrong}, indent=1) + "\n")
+        report = {
+            "machine": machine(),
+            "settings": {name: str(value) for name, value in vars(args).items()},
+            "shares": shares_of(runs),
+            "runs": [asdict(run) for run in runs],
+            "wrong": wrong,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     return bool(wrong)
 
 

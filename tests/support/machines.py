@@ -148,8 +148,7 @@ class DeviceMachine:
         function = self._functions[kernel.text_hash]
         if shared_bytes > self.device.info.block_shared_bytes:
             raise DoesNotFit(f"{kernel.entry} asks for {shared_bytes} bytes of shared memory")
-        if shared_bytes > 48 << 10:
-            function.allow_shared_bytes(shared_bytes)
+        function.allow_shared_bytes(shared_bytes)
         x, y, z = (*grid, 1, 1)[:3]
         return Launch(
             function,

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 from ops.gpu.attention import max_splits
 from ops.gpu.heads import NORM_HEAD, NORM_NONE, NORM_ROW, heads, heads_grid, heads_shared_bytes
-from runtime.engine.gpu.indexer_launches import IndexerLaunches, inputs
+from runtime.engine.gpu.indexer_launches import (
+    IndexerLaunches,
+    index_products,
+    inputs,
+)
 from runtime.engine.gpu.kv import GPUPages, LayerCache
 from runtime.engine.gpu.matrix_launches import (
     Output,
@@ -27,6 +31,8 @@ from runtime.engine.gpu.rope_fields import rope_fields
 from runtime.engine.step import StepKind
 from runtime.models.spec import AttentionSpec, Linear, QKNorm
 
+PHASE = "attention"
+"""Of a layer: `Room.place`."""
 NORM_KINDS = {QKNorm.NONE: NORM_NONE, QKNorm.HEAD: NORM_HEAD, QKNorm.ROW: NORM_ROW}
 
 
@@ -46,21 +52,20 @@ class AttentionLaunches:
         """See `MixerLaunches.add`."""
         parts, cache = self._parts, self._pages.layer(layer)
         width = mixer.n_q + mixer.n_gate + mixer.n_k + mixer.n_v
-        qkv = parts.room.place(f"qkv {width}", 4 * parts.n_tokens * width)
-        add_products(
-            parts,
-            f"{layer}.qkv",
-            joined(mixer.qkv),
-            x,
-            Output(qkv, width),
-            parts.token_count,
-            parts.n_tokens,
-        )
+        products, starts = list(joined(mixer.qkv)), dict[str, int]()
+        if mixer.indexer is not None:
+            more, starts, width = index_products(mixer.indexer, width, is_narrow=False)
+            products += more
+        n = parts.n_tokens
+        qkv = parts.room.place(f"qkv {width}", 4 * n * width, PHASE)
+        out = Output(qkv, width)
+        add_products(parts, f"{layer}.qkv", products, x, out, parts.token_count, n)
         n_out = mixer.n_head * mixer.head_dim_v
-        attended = DeviceRows(parts.room, f"attended {n_out}", parts.n_tokens, n_out)
+        attended = DeviceRows(parts.room, f"attended {n_out}", parts.n_tokens, n_out, PHASE)
         want_inputs(parts, [mixer.output], attended)
         if mixer.indexer is not None:
-            self._indexers.add(layer, mixer.indexer, cache, x)
+            places = {name: (qkv + 4 * start, width) for name, start in starts.items()}
+            self._indexers.add(layer, mixer.indexer, cache, places)
         attention = PagedAttention(
             name=f"{layer}.attention",
             cache=cache,
@@ -89,7 +94,7 @@ class AttentionLaunches:
     ) -> int:
         """Address of the scaled queries f32[n_tokens, n_head, dim_k]; keys and values are kept."""
         parts = self._parts
-        q = parts.room.place(f"q {spec.n_q}", 4 * parts.n_tokens * spec.n_q)
+        q = parts.room.place(f"q {spec.n_q}", 4 * parts.n_tokens * spec.n_q, PHASE)
         parts.plan.add(
             f"{layer}.heads",
             heads(overlapped=parts.overlapped),

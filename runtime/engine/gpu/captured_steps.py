@@ -19,8 +19,16 @@ from runtime.engine.gpu.control import ControlRing, ControlWriter
 from runtime.engine.gpu.experts import I32, choices_shape
 from runtime.engine.gpu.functions import Functions, KernelKey, key_of
 from runtime.engine.gpu.graph_times import GraphTimes
-from runtime.engine.gpu.launch_plan import Constants, Fork, LaunchPlan, PlannedLaunch, Room
+from runtime.engine.gpu.launch_plan import (
+    Constants,
+    Fork,
+    LaunchPlan,
+    Mark,
+    PlannedLaunch,
+    Room,
+)
 from runtime.engine.gpu.plan_parts import PlanParts, StepMemory
+from runtime.engine.gpu.slow_prompts import slow_launches
 from runtime.engine.gpu.stamps import StampMemory, add_stamps, stamp_kernels
 from runtime.engine.gpu.step_graph import StepPlanner
 from runtime.engine.gpu.step_shape import StepShape
@@ -29,6 +37,8 @@ from runtime.errors import DeviceUnavailable
 
 NEWEST_SHARE = 0.2
 """Of the measured time of a step in the time that is expected of the next one."""
+LONGEST_SHARE = 3.0
+"""Of the expected time that counts of a step's."""
 
 
 class Launchable(Protocol):
@@ -69,8 +79,12 @@ class CapturedStep:
 
     def took(self, seconds: float) -> None:
         """A step ran for so long."""
-        share = NEWEST_SHARE if self.seconds else 1.0
-        self.seconds += share * (seconds - self.seconds)
+        if not self.seconds:
+            self.seconds = seconds
+            return
+        # One that a worker held up says nothing of the next, which is looked for in time.
+        seconds = min(seconds, LONGEST_SHARE * self.seconds)
+        self.seconds += NEWEST_SHARE * (seconds - self.seconds)
 
 
 @dataclass
@@ -78,6 +92,7 @@ class Needs:
     """What plans of some shapes take: bytes of room and of control blocks, kernels.
 
     shared_bytes  of the block that takes most shared memory, and `largest_block`, what it is for
+    slow_prompts  why prompts are read more slowly than those of other models
     """
 
     room_bytes: int = 0
@@ -86,6 +101,7 @@ class Needs:
     shared_bytes: int = 0
     largest_block: str = ""
     kernels: dict[KernelKey, Kernel] = field(default_factory=dict)
+    slow_prompts: set[str] = field(default_factory=set)
 
     def check(self, gpu: DeviceInfo) -> None:
         """Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor."""
@@ -106,6 +122,7 @@ def needs_of(planner: StepPlanner, shapes: list[StepShape]) -> Needs:
         needs.room_bytes = max(needs.room_bytes, room.n_bytes)
         needs.block_bytes = max(needs.block_bytes, parts.layout.block_bytes)
         needs.control_bytes = max(needs.control_bytes, parts.layout.n_bytes)
+        needs.slow_prompts.update(slow_launches(shape, parts.plan.launches))
         for launch in parts.plan.launches:
             needs.kernels[key_of(launch.kernel)] = launch.kernel
             if launch.shared_bytes > needs.shared_bytes:
@@ -139,6 +156,7 @@ class CapturedSteps:
         # First in line: the CPU waits for what the mailboxes post.
         self._side = Stream(device, "capture of a side branch", priority=-1)
         self._fork, self._join = Event(device, "fork"), Event(device, "join")
+        self._marks: list[Event] = []
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -185,12 +203,12 @@ class CapturedSteps:
             self._steps.clear()
             if self._stamps is not None:
                 self._stamps.close()
-        for resource in (self._fork, self._join, self._side, self._main):
+        for resource in (*self._marks, self._fork, self._join, self._side, self._main):
             resource.close()
 
     def _plan(self, shape: StepShape, constants: Constants) -> tuple[PlanParts, GraphTimes | None]:
         """The launches, with stamps between them where the shape is timed, and who reads these."""
-        room, planner = Room(self._room.address), self._planner
+        room, planner = Room(self._room.address, self._room.nbytes), self._planner
         if not shape.timed:
             return planner.plan(shape, self._memory, room, constants), None
         stamps, overlapped = self._stamp_memory(), planner.overlapped
@@ -263,6 +281,16 @@ class CapturedSteps:
             elif isinstance(node, Fork):
                 self._main.record(self._fork)
                 self._side.wait_for(self._fork)
+            elif isinstance(node, Mark):
+                self._side.record(self._mark(node.number))
+            elif node.number is not None:
+                self._main.wait_for(self._mark(node.number))
             else:
                 self._side.record(self._join)
                 self._main.wait_for(self._join)
+
+    def _mark(self, number: int) -> Event:
+        """The event of a mark, made when it is first needed."""
+        while len(self._marks) <= number:
+            self._marks.append(Event(self._device, "mark"))
+        return self._marks[number]

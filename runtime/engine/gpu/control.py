@@ -17,7 +17,7 @@ from ops.gpu.step_io import DELTA_BYTES, DELTAS_HEADER_BYTES, RING
 from runtime.cuda.device import Device
 from runtime.cuda.memory import PinnedBuffer
 from runtime.engine.gpu.step_shape import Sampling, StepShape
-from runtime.engine.step import F32, I32, DeviceWork, Step
+from runtime.engine.step import I32, DeviceWork, Step
 from runtime.errors import EngineBug
 
 U8 = NDArray[np.uint8]
@@ -50,6 +50,7 @@ class ControlLayout:
     chains: int
     edits: int
     n_bytes: int
+    n_tokens: int
     max_pages: int
     max_deltas: int
 
@@ -64,22 +65,22 @@ def control_layout(
     max_deltas: int,
     *,
     has_states: bool = False,
-    memory_values: int = 0,
+    memory_bytes: int = 0,
 ) -> ControlLayout:
     """The layout of steps of this shape.
 
     u32 counts[4]: tokens, outputs, sequences, whether the step was launched before the one before
     it had ended; then i32 token_ids, positions, rows, cell_pages,
     each [n_tokens], output_tokens[n_outputs], page_tables[n_sequences, max_pages]; of models with
-    states spans[n_sequences, 4], see `spans_of`; of models with memories f32 rows[n_tokens, values]
-    of each, `memory_values` of a token together; where chains choose tokens, as `ops.gpu.sampling`
-    takes them, k, first_edit, penalties, chains, edits.
+    states spans[n_sequences, 4], see `spans_of`; of models with memories the blocks of each token's
+    rows, as `MemoryLaunches` takes them, `memory_bytes` of a token together; where chains choose
+    tokens, as `ops.gpu.sampling` takes them, k, first_edit, penalties, chains, edits.
     """
     max_pages = -(-shape.n_context // page_tokens)
     n, n_outputs = shape.n_tokens, shape.n_outputs
     sizes = [16, 4 * n, 4 * n, 4 * n, 4 * n, 4 * n_outputs, 4 * shape.n_sequences * max_pages]
     sizes.append(16 * shape.n_sequences if has_states else 0)
-    sizes.append(4 * memory_values * n)
+    sizes.append(memory_bytes * n)
     sampled = n_outputs if shape.sampling is Sampling.CHAIN else 0
     sizes += [4 * sampled, 4 * (sampled + 1) if sampled else 0, sampled * PENALTIES.itemsize]
     sizes += [sampled * CHAIN.itemsize, shape.max_edits * EDIT.itemsize]
@@ -88,7 +89,7 @@ def control_layout(
         offsets.append(at)
         at += -(-size // 16) * 16
     names = [part.name for part in fields(ControlLayout)][: len(offsets)]
-    rest = {"n_bytes": at, "max_pages": max_pages, "max_deltas": max_deltas}
+    rest = {"n_bytes": at, "n_tokens": n, "max_pages": max_pages, "max_deltas": max_deltas}
     return ControlLayout(**dict(zip(names, offsets, strict=True)), **rest)
 
 
@@ -135,8 +136,8 @@ class ControlWriter:
         self._page_tables = tables[: n_rows * layout.max_pages].reshape(n_rows, layout.max_pages)
         self._max_pages = layout.max_pages
         self._spans = part(layout.spans, layout.memories).reshape(-1, 4)
-        self._memories = words.view(np.float32)[layout.memories // 4 : layout.k // 4]
-        self._n_rows = (layout.positions - layout.token_ids) // 4
+        self._memories = block[layout.memories : layout.k]
+        self._n_tokens = layout.n_tokens
         self._k = part(layout.k, layout.first_edit)
         self._first_edit = part(layout.first_edit, layout.penalties)
         self._penalties = block[layout.penalties : layout.chains].view(PENALTIES)
@@ -172,12 +173,16 @@ class ControlWriter:
                 raise EngineBug(f"{len(deltas)} changes of the table, room for {len(self._deltas)}")
             self._deltas[: len(deltas)] = deltas
 
-    def write_memories(self, gathered: Sequence[F32]) -> None:
-        """Write the rows of the step's tokens, f32[n_tokens, values] of each memory."""
+    def write_memories(self, gathered: Sequence[U8]) -> None:
+        """Write the rows of the step's tokens, u8[n_tokens, bytes] of each memory.
+
+        They lie one after another; there is room for as many as the layout has tokens, of rows
+        whose bytes are rounded up to a multiple of 16.
+        """
         start = 0
         for rows in gathered:
             self._memories[start : start + rows.size] = rows.reshape(-1)
-            start += self._n_rows * rows.shape[1]
+            start += self._n_tokens * (-(-rows.shape[1] // 16) * 16)
 
     def _write_sampling(self, works: tuple[DeviceWork, ...]) -> None:
         # Steps of other layouts have left their own values here.
@@ -194,6 +199,9 @@ class ControlWriter:
 
 def cell_pages(step: Step, page_tokens: int) -> I32:
     """i32[n_tokens]: the page that holds each token; raises IndexError beyond the table."""
+    if len(step.rows) == 1:  # several times as quick as arrays of indices
+        row, column = step.rows.item(), step.positions.item() // page_tokens
+        return step.page_tables[row : row + 1, column]
     pages: I32 = step.page_tables[step.rows, step.positions // page_tokens]
     return pages
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ops.gpu.delta_gates import GATE_FORMATS, delta_gates, delta_gates_grid
+from ops.gpu.delta_gates import WIDTH as GATE_WIDTH
 from ops.gpu.delta_net import (
     CHUNK_DECAY_FLOOR,
     CHUNK_SHARED_BYTES,
@@ -20,26 +22,39 @@ from ops.gpu.delta_net import (
     gated_norm,
     gated_norm_grid,
 )
+from ops.gpu.row_launch import Multiprocessors, best_team, down_launch, in_one_wave
 from runtime.engine.gpu.attention_launches import add_output
-from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
-from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes
+from runtime.engine.gpu.matrix_launches import (
+    Output,
+    Product,
+    add_products,
+    joined,
+    want_inputs,
+)
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes, record_fields
 from runtime.engine.gpu.row_launches import add_records
 from runtime.engine.gpu.state_slots import GPUStates
 from runtime.engine.step import StepKind
 from runtime.models.delta_net import DeltaNetSpec, GateFunction
 from runtime.models.linear import Linear
 
+PHASE = "delta net"
+"""Of a layer: `Room.place`."""
 FLOATS = 4
 """Parts of a row begin at multiples of so many values: 16-byte loads."""
 
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """Where the parts of a token's products lie in its row of `stride` f32 values."""
+    """Where the parts of a token's products lie in its row of `stride` f32 values.
+
+    narrow  what gate and decay are made from, one behind the other, where each has two matrices
+    """
 
     gate: int
     decay: int
     beta: int
+    narrow: int
     stride: int
 
     @classmethod
@@ -50,7 +65,10 @@ class DeltaRow:
             starts.append(at)
             at += -(-n // FLOATS) * FLOATS
         gate, decay, beta = starts
-        return cls(gate, decay, beta, stride=at)
+        narrow = at
+        if len(mixer.gate) == len(mixer.decay) == 2:
+            at += mixer.gate[0].n_out + mixer.decay[0].n_out
+        return cls(gate, decay, beta, narrow, stride=at)
 
 
 class DeltaNetLaunches:
@@ -67,12 +85,15 @@ class DeltaNetLaunches:
     def add(self, layer: int, mixer: DeltaNetSpec, x: DeviceRows) -> Mapping[str, int]:
         """See `MixerLaunches.add`."""
         parts, row = self._parts, DeltaRow.of(mixer)
-        rows = parts.room.place(f"delta products {row.stride}", 4 * parts.n_tokens * row.stride)
+        n_bytes = 4 * parts.n_tokens * row.stride
+        rows = parts.room.place(f"delta products {row.stride}", n_bytes, PHASE)
         self._products(layer, mixer, x, Output(rows, row.stride))
         self._inputs(layer, mixer, rows)
+        if self._is_pair(mixer):
+            self._gates(layer, mixer, rows)
         result = self._recurrence(layer, mixer)
         n = mixer.n_value
-        gated = DeviceRows(parts.room, f"gated {n}", parts.n_tokens, n)
+        gated = DeviceRows(parts.room, f"gated {n}", parts.n_tokens, n, PHASE)
         want_inputs(parts, [mixer.output], gated)
         parts.plan.add(
             f"{layer}.gated_norm",
@@ -103,13 +124,59 @@ class DeltaNetLaunches:
             products.append(Product(linear, first))
             first += linear.n_out
         products.append(Product(mixer.beta, row.beta))
-        chains = (("decay", mixer.decay, row.decay), ("gate", mixer.gate, row.gate))
+        chains = [("decay", mixer.decay, row.decay), ("gate", mixer.gate, row.gate)]
         products += [Product(c[0], at) for _, c, at in chains if len(c) == 1]
-        n = parts.n_tokens
+        n, is_pair = parts.n_tokens, self._is_pair(mixer)
+        if is_pair:
+            products += joined((mixer.gate[0], mixer.decay[0]), row.narrow)
+            chains = []
         add_products(parts, f"{layer}.delta_products", products, x, out, parts.token_count, n)
         for name, linears, at in chains:
             if len(linears) == 2:
                 self._chain(f"{layer}.{name}", linears, x, Product(linears[1], at), out)
+
+    def _is_pair(self, mixer: DeltaNetSpec) -> bool:
+        """Whether `delta_gates` has the second products of gate and decay: those of one token."""
+        parts, chains = self._parts, (mixer.gate, mixer.decay)
+        if parts.n_tokens > 1 or any(len(chain) != 2 for chain in chains):
+            return False
+        (a, b), formats = (c[1] for c in chains), [parts.format_of(c[1].weight) for c in chains]
+        plain = all(m.bias is None and m.scale is None for m in (a, b))
+        alike = formats[0] is formats[1] and (a.n_in, a.n_out) == (b.n_in, b.n_out)
+        return plain and alike and a.n_in == GATE_WIDTH and formats[0].name in GATE_FORMATS
+
+    def _gates(self, layer: int, mixer: DeltaNetSpec, rows: int) -> None:
+        """Gates and decays beside `delta_inputs`, which makes no decays then."""
+        parts, row, taken = self._parts, DeltaRow.of(mixer), self._taken(mixer)
+        gate, decay, vector = mixer.gate[1], mixer.decay[1], parts.weights.vector
+        fmt, n, floor = parts.format_of(gate.weight), gate.n_in, mixer.decay_floor
+        gpu = Multiprocessors(parts.gpu.n_multiprocessors, parts.gpu.block_shared_bytes)
+        launch = down_launch(fmt, best_team(fmt, n), overlapped=parts.overlapped)
+        launch = in_one_wave(launch, fmt, n, gate.n_out, gpu)
+        parts.plan.add(
+            f"{layer}.gates",
+            delta_gates(fmt, launch),
+            delta_gates_grid(launch, gate.n_out),
+            {
+                "narrow": rows + 4 * row.narrow,
+                "gate_matrix": parts.weights.matrix(gate.weight),
+                "decay_matrix": parts.weights.matrix(decay.weight),
+                "table": parts.grid_table(fmt),
+                "gates": rows + 4 * row.gate,
+                "decay": taken.decay,
+                "decay_bias": vector(mixer.decay_bias),
+                "decay_rate": vector(mixer.decay_rate),
+                "dim": decay_width(mixer),
+                "has_floor": floor is not None,
+                "decay_floor": 0.0 if floor is None else floor,
+                "n": n,
+                "n_rows": gate.n_out,
+                "rounds": launch.rounds,
+                **record_fields(fmt.activation, n),
+            },
+            shared_bytes=launch.shared_bytes(fmt, n),
+            overlapped=parts.overlapped,
+        )
 
     def _chain(
         self, name: str, linears: tuple[Linear, ...], x: DeviceRows, last: Product, out: Output
@@ -128,7 +195,8 @@ class DeltaNetLaunches:
     def _inputs(self, layer: int, mixer: DeltaNetSpec, rows: int) -> None:
         """What the recurrence takes, at `_Taken`."""
         parts, row, taken = self._parts, DeltaRow.of(mixer), self._taken(mixer)
-        n, width, floor = parts.n_tokens, decay_width(mixer), mixer.decay_floor
+        n, floor = parts.n_tokens, mixer.decay_floor
+        width = 0 if self._is_pair(mixer) else decay_width(mixer)
         parts.plan.add(
             f"{layer}.delta_inputs",
             delta_inputs(overlapped=parts.overlapped),
@@ -166,7 +234,8 @@ class DeltaNetLaunches:
     def _recurrence(self, layer: int, mixer: DeltaNetSpec) -> int:
         """Address of f32[n_tokens, n_value]."""
         parts, taken = self._parts, self._taken(mixer)
-        out = parts.room.place(f"delta out {mixer.n_value}", 4 * parts.n_tokens * mixer.n_value)
+        n_bytes = 4 * parts.n_tokens * mixer.n_value
+        out = parts.room.place(f"delta out {mixer.n_value}", n_bytes, PHASE)
         sizes = mixer.n_value_head, mixer.head_dim, parts.shape.n_sequences
         chunks = self._takes_chunks(mixer)
         kernel = (delta_chunk if chunks else delta_net)(overlapped=parts.overlapped)
@@ -206,9 +275,9 @@ class DeltaNetLaunches:
         room, n = self._parts.room, 4 * self._parts.n_tokens
         n_decay = mixer.decay[-1].n_out
         return _Taken(
-            qkv=room.place(f"delta qkv {mixer.n_channels}", n * mixer.n_channels),
-            decay=room.place(f"delta decay {n_decay}", n * n_decay),
-            beta=room.place(f"delta beta {mixer.n_value_head}", n * mixer.n_value_head),
+            qkv=room.place(f"delta qkv {mixer.n_channels}", n * mixer.n_channels, PHASE),
+            decay=room.place(f"delta decay {n_decay}", n * n_decay, PHASE),
+            beta=room.place(f"delta beta {mixer.n_value_head}", n * mixer.n_value_head, PHASE),
         )
 
     def _taps(self, mixer: DeltaNetSpec) -> dict[str, int]:

@@ -14,15 +14,16 @@ import numpy as np
 from ops.gpu.step_io import RING
 from runtime.cuda.completion import reached
 from runtime.engine.closing import CLOSING_SECONDS, close_within
-from runtime.engine.executor import ExecutorLimits
-from runtime.engine.gpu.expected_hits import expected_hit_rate
-from runtime.engine.gpu.flight import Flight, Uses
+from runtime.engine.executor import ExecutorLimits, StepInFlight
+from runtime.engine.gpu.flight import Flight, Uses, has_reached
 from runtime.engine.gpu.gpu_parts import Exchange, GPUParts, States
 from runtime.engine.gpu.gpu_plan import GPUPlan
 from runtime.engine.gpu.graph_memory import graph_of, smaller_steps
+from runtime.engine.gpu.joined_parts import in_parts
 from runtime.engine.gpu.step_check import StepCheck
 from runtime.engine.gpu.step_shape import MAX_OUTPUTS, Sampling, part_of, parts_of
-from runtime.engine.step import I32, Step, StepKind, StepResult
+from runtime.engine.gpu.step_watch import StepWatch
+from runtime.engine.step import I32, Step, StepResult
 from runtime.errors import (
     ComputeError,
     DeviceError,
@@ -31,23 +32,23 @@ from runtime.errors import (
     EngineClosed,
     OutOfGraphMemory,
 )
-from runtime.experts.hit_check import HitCheck, check_links
 from runtime.experts.recording import RoutingRecorder
-from runtime.experts.totals import ExpertTotals, StepUse
+from runtime.experts.totals import ExpertTotals
 from runtime.profiling.record import StepTimes
 
-STALLED_SECONDS = 2.0
-"""Without an end this long after the expected one, a step counts as stalled."""
+STALLED_SECONDS = 4.0
+"""Without an end this long after the expected one, a step counts as stalled.  More than the GPU's
+own patience with the CPU: the step it gives up on ends."""
 
 UNKNOWN_SECONDS = 30.0
 """How long the first step of a shape may take."""
+LATE_WORKER_SECONDS = 30.0
+"""How long the CPU's workers may take after the GPU has ended a step without them."""
 
 MAX_IN_FLIGHT = 2
 """Steps: one runs, one waits, so that the GPU never does."""
-
 SOON = 1e-6
 """Seconds, where a step ought to have ended already."""
-
 NO_LOGITS = np.empty((MAX_OUTPUTS, 0), np.float32)
 
 
@@ -73,15 +74,15 @@ class GPUExecutor:
         self._epoch = 1  # of the next step
         self._flights: deque[Flight] = deque()  # launched, and not known to have ended
         self._last: Flight | None = None  # the one that was launched last
+        self._in_parts = False  # the step that began last: none can follow it
         self._closed = False
         self._given_up = False  # a step did not end as it should
+        self._undecided = False  # of the last launch on, which experts set out for the GPU
         self.recorder: RoutingRecorder | None = None  # where the CPU serves misses
         self.timed = False
         self._times: list[StepTimes] = []
-        expected = expected_hit_rate(parts.planned)
-        self._hit_check: HitCheck | None = None
-        if expected is not None:
-            self._hit_check = HitCheck(expected, parts.planned.settings.notices)
+        self.layers_computed = {"gpu": 0, "cpu": 0}
+        self._watch = None if parts.exchange is None else StepWatch(parts)
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -98,6 +99,8 @@ class GPUExecutor:
         Raises: ComputeError, EngineClosed, DeviceStalled, DeviceLost; EngineBug for a step beyond
         the limits.
         """
+        if step.sampling is not None and step.n_tokens > self._parts.shapes.most_tokens(step.kind):
+            return await (await self.begin(step)).result()
         await self._until_idle()
         cells = self._prepare(step)
         fetches = self._parts.experts.may_fetch
@@ -135,21 +138,29 @@ class GPUExecutor:
 
     @property
     def runs_ahead(self) -> bool:
-        # A token too many would stay in the state of its sequence; the next step's first GPU does
-        # not see what the last one has chosen; nor does the host, which gathers rows by tokens.
-        parts = self._parts
-        needs = (parts.states, parts.links, parts.memories)
-        return all(need is None for need in needs)
+        return self._parts.memories is None  # the host gathers their rows by tokens
 
     def samples(self, step: Step) -> bool:
-        return self._parts.shapes.samples(step)
+        return not (step.follows and self._in_parts) and self._parts.shapes.samples(step)
 
-    async def begin(self, step: Step) -> GPUStepInFlight:
+    async def begin(self, step: Step) -> StepInFlight:
         """See `SamplingExecutor.begin`; `samples` is true of the step."""
-        n_ahead = MAX_IN_FLIGHT - 1 if step.follows else 0
-        while len(self._flights) > n_ahead:
+        await self._until_room(step)
+        cells = self._prepare(step)
+        spans = parts_of(step, self._parts.shapes.most_tokens(step.kind))
+        self._in_parts = len(spans) > 1
+        if self._in_parts:
+            return await in_parts(self, step, cells, spans)
+        return await self.begin_part(step, cells)
+
+    async def begin_part(self, part: Step, cells: I32) -> StepInFlight:
+        """Begin a part of a step: one that `follows` behind the part before it."""
+        await self._until_room(part)
+        return GPUStepInFlight(self, await self._launch(part, cells))
+
+    async def _until_room(self, step: Step) -> None:
+        while len(self._flights) >= (MAX_IN_FLIGHT if step.follows else 1):
             await self._until_ended(self._flights[0])
-        return GPUStepInFlight(self, await self._launch(step, self._prepare(step)))
 
     async def result_of(self, flight: Flight) -> StepResult:
         """What the step gave, once it has ended.  Raises: as `run`."""
@@ -194,6 +205,7 @@ class GPUExecutor:
         return {
             **self._parts.facts,
             **self._parts.experts.describe(),
+            **({} if self._parts.misses is None else self._parts.misses.describe()),
             **({} if states is None else states.describe()),
             "kv_bytes": pages.n_bytes,
             "kv_page_bytes": pages.sizes.page_bytes,
@@ -202,6 +214,7 @@ class GPUExecutor:
             "cache_type_k": pages.sizes.cache_types[0],
             "cache_type_v": pages.sizes.cache_types[1],
             "captured_graphs": len(self._parts.steps),
+            "layers_computed": dict(self.layers_computed),
         }
 
     async def close(self) -> None:
@@ -266,6 +279,8 @@ class GPUExecutor:
         epoch = self._epoch
         if parts.links is not None and not self._flights:
             parts.links.resume()
+        if self._watch is not None and not self._flights:
+            await self._watch.idle()
         deltas = () if parts.exchange is None else parts.experts.before_step()
         writer = captured.writers[epoch % RING]
         writer.write(step, cells, deltas)
@@ -278,8 +293,9 @@ class GPUExecutor:
         self._flights.append(flight)
         self._last = flight
         self._epoch = (epoch + 1) & 0xFFFFFFFF
-        if parts.exchange is not None:
+        if self._undecided:  # nobody had time since the last launch
             parts.experts.while_running()
+        self._undecided = parts.exchange is not None
         return flight
 
     def _launch_with_cpu(self, flight: Flight, exchange: Exchange) -> None:
@@ -304,14 +320,13 @@ class GPUExecutor:
         while flight in self._flights:
             first = self._flights[0]
             usual = first.captured.seconds
+            if self._undecided and not self._ended(first.epoch)():
+                self._undecided = False
+                self._parts.experts.while_running()
             rest = max(usual - (time.perf_counter() - first.began), SOON) if usual else 0.0
             try:
-                await reached(
-                    self._ended(first.epoch),
-                    expected=rest,
-                    check=self._check_device,
-                    limit=STALLED_SECONDS + (10 * usual or UNKNOWN_SECONDS),
-                )
+                limit = STALLED_SECONDS + (10 * usual or UNKNOWN_SECONDS)
+                await self._until_reached(first.epoch, rest, limit)
             except (DeviceError, EngineBug):
                 self._given_up = True
                 if self._parts.links is not None:
@@ -320,10 +335,20 @@ class GPUExecutor:
             if self._flights and self._flights[0] is first:
                 self._retire()
 
+    async def _until_reached(self, epoch: int, expected: float, limit: float) -> None:
+        ended = self._ended(epoch)
+        try:
+            await reached(ended, expected=expected, check=self._check_device, limit=limit)
+        except DeviceStalled:
+            if not has_reached(int(self._parts.results.done[0]), epoch):
+                raise
+            # The GPU gave up on a worker that is still at it: no other step can have the workers.
+            await reached(ended, check=self._check_device, limit=LATE_WORKER_SECONDS)
+
     def _retire(self) -> None:
         """The first step in flight has ended."""
-        now = time.perf_counter()
-        flight = self._flights.popleft()
+        now, flight = time.perf_counter(), self._flights.popleft()
+        self.layers_computed["gpu"] += self._parts.n_layers
         flight.captured.took(now - flight.began)
         if flight.captured.times:
             moved = self._parts.experts.take_spans()
@@ -334,18 +359,11 @@ class GPUExecutor:
             choices, fetched = self._choices(flight), flight.captured.shape.fetches
             use = self._parts.experts.after_step(choices, fetched=fetched)
             flight.uses = ((flight.step.n_tokens, use),)
-            self._check_hits(flight.step, use)
+            if self._watch is not None:
+                self._watch.ended(flight.step, use, now - flight.began)
             self._parts.exchange.check(flight.epoch, behind=flight.step.follows)
         if self._parts.links is not None:
-            self._parts.links.check(flight.epoch)
-
-    def _check_hits(self, step: Step, use: tuple[StepUse, ...]) -> None:
-        check = self._hit_check if step.kind is StepKind.DECODE else None
-        if check is not None and check.see(step.n_tokens, use):
-            self._hit_check = None
-            totals = self._parts.experts.totals()
-            if totals is not None:
-                check_links(totals, self._parts.planned.settings.notices)
+            self._parts.links.check(flight.epoch, behind=flight.step.follows)
 
     def _choices(self, flight: Flight) -> I32:
         """The experts that the step used, i32[n_moe_layers, n_tokens, n_used]."""
@@ -380,8 +398,3 @@ class GPUExecutor:
     def _check_idle(self) -> None:
         if self._flights:
             raise EngineBug("pages were saved or loaded while a step runs")
-
-
-def has_reached(done: int, epoch: int) -> bool:
-    """Whether the step `epoch` is at or before the step `done`; both wrap at 2^32."""
-    return (done - epoch) & 0xFFFFFFFF < 1 << 31

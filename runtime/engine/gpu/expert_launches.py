@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ops.gpu import activate as activate_kernel
 from ops.gpu.activate import ACTIVATIONS, activate
 from ops.gpu.expert import expert_down, expert_gate_up
-from ops.gpu.fetch import GRID as FETCH_GRID
-from ops.gpu.fetch import fetch_experts
 from ops.gpu.mailbox import Forecast, mailbox
 from ops.gpu.router import group, group_shared_bytes
 from ops.gpu.row_launch import (
@@ -22,8 +20,10 @@ from ops.gpu.row_launch import (
 )
 from ops.quants import BlockFormat
 from ops.quants.block import ActivationKind
+from runtime.engine.gpu.fetch_launches import ExpertPiece, expert_pieces
 from runtime.engine.gpu.matrix_launches import GemmSize, add_gemm
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_fields
+from runtime.models.linear import Linear
 from runtime.models.spec import Activation, DenseSpec, MoeSpec
 
 ACTIVATION_NUMBERS = {
@@ -43,6 +43,9 @@ What slots share comes from the GPU's cache. On an H200 the experts' kernels of 
 a layer instead of 59 (Qwen3-30B-A3B, 64 slots of 128 experts), 53 instead of 64 (OLMoE, 64 of 64).
 """
 
+PHASE = "feed-forward"
+"""Of a layer: `Room.place`."""
+
 GATE, DOWN = 0, 2
 """Columns of the table of experts; up follows gate."""
 
@@ -57,7 +60,7 @@ class Routed:
     layer    the layer's number among those with routed experts
     choices  i32[n_tokens, n_used];  weights f32[n_tokens, n_used]
     experts  u64[n_slots, 4]: the rows of the table of experts
-    table    address of the layer's part of that table, next_table of the next one's, 0: none
+    tables   addresses of the parts of that table of all layers with routed experts
     forecast of the next layer's routing
     """
 
@@ -66,8 +69,7 @@ class Routed:
     weights: int
     experts: int
     shared_weights: int
-    table: int
-    next_table: int
+    tables: Sequence[int]
     forecast: Forecast
 
 
@@ -112,8 +114,10 @@ def add_activation(
     rows: GateUp,
     hidden: DeviceRows,
     per_token: int,
+    span: tuple[int, int] | None = None,
 ) -> None:
-    """hidden = activation(gate, up), `per_token` rows a token."""
+    """hidden = activation(gate, up), `per_token` rows a token; or of the rows of a span alone: the
+    addresses of the u32 number of its first, and of the first behind it."""
     n = block.n_ff
     parts.plan.add(
         name,
@@ -125,8 +129,9 @@ def add_activation(
             "gate_stride": rows.stride,
             "up_stride": rows.stride,
             "n": n,
-            "count": parts.token_count,
-            "per_token": per_token,
+            "count": parts.token_count if span is None else span[1],
+            "per_token": per_token if span is None else 1,
+            "first": 0 if span is None else span[0],
             "activation": ACTIVATION_NUMBERS[block.activation],
             "limit": block.activation_limit,
             "out": hidden.want(kind),
@@ -140,7 +145,7 @@ def _add_by_slot(
 ) -> Mapping[str, int]:
     """Every slot reads its expert's weights by itself."""
     n, n_slots, n_out = x.width, parts.n_tokens * block.n_used, block.down.n_out
-    y = parts.room.place(f"expert out {n_out}", 4 * n_slots * n_out)
+    y = parts.room.place(f"expert out {n_out}", 4 * n_slots * n_out, PHASE)
     _add_mailbox(parts, name, block, x, routed, y, 0)
     gate, up = block.gate_up[0], block.gate_up[-1]
     gate_format, vector = parts.format_of(gate.weight), parts.weights.vector
@@ -216,7 +221,7 @@ def _add_grouped(
 ) -> Mapping[str, int]:
     """Slots in the order of their experts, so that tensor cores read each expert's weights once."""
     n_ff, n_out, n_slots = block.n_ff, block.down.n_out, parts.n_tokens * block.n_used
-    place, vector = parts.room.place, parts.weights.vector
+    place = parts.room.place
     slots = place("slots", 4 * n_slots)
     slot_tokens = place("slot tokens", 4 * n_slots)
     offsets = place(f"expert offsets {block.n_expert}", 4 * (block.n_expert + 1))
@@ -236,61 +241,30 @@ def _add_grouped(
         shared_bytes=group_shared_bytes(block.n_expert),
         overlapped=parts.overlapped,
     )
-    y = place(f"expert out {n_out}", 4 * n_slots * n_out)
+    y = place(f"expert out {n_out}", 4 * n_slots * n_out, PHASE)
     _add_mailbox(parts, name, block, x, routed, y, slots)
     step = 4 * n_slots * n_ff
-    rows = place(f"expert gate up {n_ff}", 2 * step)
-    matrices = _fetched(parts, routed)
-    sorted_slots = {"rows": slot_tokens, "offsets": offsets, "matrices": matrices}
-    _add_gate_up(parts, f"{name}.gate_up", block, x, rows, step, sorted_slots)
+    rows = place(f"expert gate up {n_ff}", 2 * step, PHASE)
     kind = parts.format_of(block.down.weight).activation
-    hidden = DeviceRows(parts.room, f"expert hidden {n_ff}", n_slots, n_ff)
+    hidden = DeviceRows(parts.room, f"expert hidden {n_ff}", n_slots, n_ff, PHASE)
     gate_up = GateUp(rows, rows + step, n_ff)
-    add_activation(parts, f"{name}.activate", block, kind, gate_up, hidden, block.n_used)
-    add_gemm(
-        parts,
-        f"{name}.down",
-        GemmSize(parts.format_of(block.down.weight), n_ff, n_out, n_slots, block.n_expert),
-        {
-            "records": hidden.want(kind),
-            "offsets": offsets,
-            "matrices": matrices,
-            "column": DOWN,
-            "y": y,
-            "y_stride": n_out,
-            "bias": vector(block.down.bias),
-            "factors": vector(block.down.scale),
-        },
-    )
+    for piece in expert_pieces(parts, routed.layer, block.n_expert, routed.tables):
+        span = offsets + 4 * piece.first, offsets + 4 * (piece.first + piece.n)
+        sorted_slots = {"rows": slot_tokens, "offsets": span[0], "matrices": piece.matrices}
+        _add_gate_up(parts, f"{name}.gate_up", block, x, gate_up, piece, sorted_slots)
+        add_activation(
+            parts,
+            f"{name}.activate",
+            block,
+            kind,
+            gate_up,
+            hidden,
+            block.n_used,
+            None if piece.is_all else span,
+        )
+        _add_down(parts, f"{name}.down", block, hidden, y, piece, span[0])
     _join_mailbox(parts)
     return {"expert_out": y, "slots": slots}
-
-
-def fetch_layer(parts: PlanParts, layer: int, table: int) -> None:
-    """Begin a branch that copies the experts of MoE layer `layer` which are not on the GPU."""
-    if parts.fetches is None:
-        return
-    with parts.plan.side_branch():
-        parts.plan.add(
-            f"{layer}.fetch",
-            fetch_experts(),
-            (FETCH_GRID,),
-            {"table": table, **parts.fetches.arguments(layer)},
-        )
-
-
-def _fetched(parts: PlanParts, routed: Routed) -> int:
-    """Address of the table by which the layer's products find their matrices.
-
-    Where experts are fetched: wait for those of this layer, then have the next one's on their way.
-    The layer before is done with the buffer that they go to.
-    """
-    if parts.fetches is None:
-        return routed.table
-    parts.plan.join()
-    if routed.next_table:
-        fetch_layer(parts, routed.layer + 1, routed.next_table)
-    return parts.fetches.table(routed.layer)
 
 
 def _add_gate_up(
@@ -298,11 +272,11 @@ def _add_gate_up(
     name: str,
     block: MoeSpec,
     x: DeviceRows,
-    y: int,
-    y_step: int,
+    y: GateUp,
+    piece: ExpertPiece,
     sorted_slots: Mapping[str, int],
 ) -> None:
-    """Gate rows at y and up rows y_step bytes further on: one launch where the formats agree."""
+    """Gate and up rows of a piece's experts: one launch where the formats agree."""
     vector, n_slots = parts.weights.vector, parts.n_tokens * block.n_used
     gate, up = block.gate_up[0], block.gate_up[-1]
     formats = [parts.format_of(linear.weight) for linear in (gate, up)]
@@ -314,20 +288,56 @@ def _add_gate_up(
         add_gemm(
             parts,
             name,
-            GemmSize(fmt, x.width, block.n_ff, n_slots, block.n_expert, n_columns),
+            GemmSize(fmt, x.width, block.n_ff, n_slots, piece.n, n_columns, block.n_expert),
             {
                 **sorted_slots,
                 "records": x.want(fmt.activation),
                 "column": GATE + column,
-                "y": y + column * y_step,
-                "y_step": y_step,
-                "y_stride": block.n_ff,
-                "bias": vector(linear.bias),
+                "y": (y.gate, y.up)[column],
+                "y_step": y.up - y.gate,
+                "y_stride": y.stride,
+                **_of_piece(parts, linear, piece),
                 "bias_step": (vector(up.bias) - vector(gate.bias)) % ADDRESS_SPACE,
-                "factors": vector(linear.scale),
                 "factors_step": (vector(up.scale) - vector(gate.scale)) % ADDRESS_SPACE,
             },
         )
+
+
+def _add_down(
+    parts: PlanParts,
+    name: str,
+    block: MoeSpec,
+    hidden: DeviceRows,
+    y: int,
+    piece: ExpertPiece,
+    offsets: int,
+) -> None:
+    """y = down hidden, of a piece's experts."""
+    fmt, n_out = parts.format_of(block.down.weight), block.down.n_out
+    sizes = block.n_ff, n_out, hidden.n_rows, piece.n
+    add_gemm(
+        parts,
+        name,
+        GemmSize(fmt, *sizes, of_groups=block.n_expert),
+        {
+            "records": hidden.want(fmt.activation),
+            "offsets": offsets,
+            "matrices": piece.matrices,
+            "column": DOWN,
+            "y": y,
+            "y_stride": n_out,
+            **_of_piece(parts, block.down, piece),
+        },
+    )
+
+
+def _of_piece(parts: PlanParts, linear: Linear, piece: ExpertPiece) -> dict[str, int]:
+    """Addresses of the biases and factors of a piece's experts; 0: there are none."""
+    bias, factors = parts.weights.vector(linear.bias), parts.weights.vector(linear.scale)
+    return {
+        "bias": bias and bias + 4 * piece.first * linear.n_out,
+        "factors": factors and factors + 4 * piece.first,
+    }
 
 
 def _add_mailbox(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from runtime.cuda.device import Device
+from runtime.cuda.stream import Stream
 from runtime.engine.gpu.expert_plan import (
     ExpertPlan,
     Holding,
@@ -18,13 +19,16 @@ from runtime.engine.gpu.expert_plan import (
     slots_bytes,
     whole_layer_slots,
 )
-from runtime.engine.gpu.experts import ExpertStore, moe_layers
+from runtime.engine.gpu.experts import ExpertStore, empty_table, moe_layers
 from runtime.engine.gpu.plan_parts import StepMemory
 from runtime.engine.gpu.share_plan import SharePlan
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
 from runtime.errors import ConfigError
 from runtime.experts.cached_experts import CachedExperts
 from runtime.notices import Notices, Reason
+
+RULE = 3
+"""Column of the table: which misses are read in place."""
 
 
 class ExpertMemory:
@@ -80,6 +84,24 @@ class ExpertMemory:
             reason="resized",
         )
 
+    def read_in_place(self, every: int) -> bool:
+        """See `CachedExperts.read_in_place`.  Raises: CudaError."""
+        store = self._store
+        words = store.read_in_place(every) if isinstance(store, CachedExperts) else None
+        if words is None or not isinstance(store, CachedExperts):
+            return False
+        # Whatever else the table says is as far as the steps' changes have come.
+        table = empty_table(self._planned.share.model.spec)
+        with Stream(self._device, "rule of misses") as stream:
+            stream.download(table.ctypes.data, self._table, table.nbytes)
+            stream.synchronize()
+            rows = table.reshape(-1, table.shape[-1])
+            for first, layer in zip(store.rows, words, strict=True):
+                rows[first : first + len(layer), RULE] = layer
+            stream.upload(self._table, table.ctypes.data, table.nbytes)
+            stream.synchronize()
+        return True
+
 
 class ExpertMemories:
     """Of all GPUs that hold some of their experts."""
@@ -112,6 +134,11 @@ class ExpertMemories:
         for part, room in zip(self._parts, rooms, strict=True):
             part.resize(room)
         return self.n_bytes
+
+    def read_in_place(self, every: int) -> bool:
+        """Have each `every`th miss of a layer read in place; whether any GPU can.  No step is in
+        flight.  Blocks.  Raises: CudaError."""
+        return any([part.read_in_place(every) for part in self._parts])
 
     def give_back(self, n_bytes: int) -> int:
         """Hold fewer experts, so that n_bytes of each GPU's memory are free; returns how many

@@ -36,6 +36,10 @@ SWAPS_A_TOKEN = 4
 """Experts that are copied to the GPU meanwhile; each takes as much memory traffic as a miss."""
 
 
+HITS_EXPONENT, KEPT_EXPONENT = 0.345, 0.3
+"""Of the share of a layer's experts that a cache holds, and of that of two tokens' experts."""
+
+
 class Holding(StrEnum):
     ALL = "all"
     CACHE = "cache"
@@ -209,15 +213,15 @@ def expected_hits(
 ) -> list[float]:
     """Share of each layer's uses that find the expert in a slot of a cache that follows use.
 
-    Half of the experts serve 75 % of the uses (published routing, and our recordings); a cache of
-    less than two tokens' experts keeps hardly anything until it is used again.  Earlier uses say
-    what experts that never move would serve.
+    Caches of 5 to 90 % of the experts serve about the cube root of their share (replays of
+    published routing and runs, see docs/memory.md); one of less than two tokens' experts loses some
+    before they are used again.  Earlier uses say what experts that never move would serve.
     """
     hits = []
     for index, (n, layer) in enumerate(zip(slots, layers, strict=True)):
         share = n / max(layer.experts.n_expert, 1)
         kept = min(n / (2 * layer.n_used), 1.0)
-        expected = 1 - (1 - share) ** (1 + kept)
+        expected = share**HITS_EXPONENT * kept**KEPT_EXPONENT
         if uses is not None and index < len(uses) and uses[index].any():
             counts = np.sort(uses[index])[::-1]
             expected = max(expected, float(counts[:n].sum() / counts.sum()))

@@ -43,7 +43,8 @@ class StepExperts(Protocol):
         ...
 
     def while_running(self) -> None:
-        """The step was launched: time for whatever no step waits for."""
+        """A step runs, and the loop waits for it: time for whatever no step waits for.  Once a
+        step, or once for two where the loop never waited."""
         ...
 
     def after_step(self, choices: I32, *, fetched: bool = False) -> tuple[StepUse, ...]:
@@ -82,8 +83,9 @@ class ExpertStore(StepExperts, Protocol):
     @property
     def n_bytes(self) -> int: ...
 
-    def load(self, moved: Callable[[int], None]) -> None:
-        """Move what the GPU begins with there; `moved` gets the bytes of each piece."""
+    def load(self, moved: Callable[[int], None]) -> int:
+        """Move what the GPU begins with there; `moved` gets the bytes of each piece.  Returns how
+        many bytes of the file's map the driver would not register."""
         ...
 
     def table(self) -> U64:
@@ -159,13 +161,13 @@ class ResidentExperts:
         self.n_bytes = end
         self._buffer = DeviceBuffer(device, max(end, 1), "experts")
 
-    def load(self, moved: Callable[[int], None]) -> None:
+    def load(self, moved: Callable[[int], None]) -> int:
         """Move everything to the GPU; see `WeightMemory.load`."""
         transfers = [
             transfer_of(self._buffer.address + offset, self._model.weights[name])
             for name, offset in self._offsets.items()
         ]
-        transfer_all(self._buffer.device, transfers, moved)
+        return transfer_all(self._buffer.device, transfers, moved)
 
     def table(self) -> U64:
         table = empty_table(self._model.spec)

@@ -59,3 +59,8 @@ def team_spans(layers: list[list[float]]) -> Iterator[Span]:
     for posted, served in layers:
         if served - posted > LEAST_SECONDS:
             yield Span("CPU team", Part.MISSES, posted, served - posted)
+
+
+def has_reached(done: int, epoch: int) -> bool:
+    """Whether the step `epoch` is at or before the step `done`; both wrap at 2^32."""
+    return (done - epoch) & 0xFFFFFFFF < 1 << 31

@@ -28,7 +28,6 @@ class Functions:
     def __init__(self, device: Device, cache: CubinCache | None = None) -> None:
         self._device, self._cache = device, cache
         self._functions: dict[KernelKey, Function] = {}
-        self._shared: dict[KernelKey, int] = {}
 
     def load(self, kernels: Iterable[Kernel], loaded: Callable[[], object] = int) -> None:
         """Assemble or read from the cache what is not loaded yet, several at a time.
@@ -52,11 +51,8 @@ class Functions:
 
         Raises: KeyError if it was not loaded, CudaError for more than a multiprocessor has.
         """
-        key = key_of(kernel)
-        function = self._functions[key]
-        if shared_bytes > max(self._shared.get(key, 0), 48 << 10):
-            function.allow_shared_bytes(shared_bytes)
-            self._shared[key] = shared_bytes
+        function = self._functions[key_of(kernel)]
+        function.allow_shared_bytes(shared_bytes)
         return function
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ from runtime.engine.gpu.gpu_plan import GPUPlan
 from runtime.engine.gpu.links import Links
 from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.step_shape import StepShape, StepShapes
+from runtime.experts.miss_rule import MissRule
 
 
 @dataclass
@@ -27,10 +28,12 @@ class GPUParts:
     stream    what graphs are launched into, and page and state copies are put into
     states    of sequences; None: the model has none
     exchange  has the CPU compute missed experts; None: there are none
+    n_layers  of the model, all of which are some GPU's
     links     between several GPUs; None: there is one
     planned   what it holds, and why
     memory    of the experts, which may grow and shrink between steps
     memories  rows that the host gathers for each step; None: the model has no such tables
+    misses    who serves the experts that no GPU holds; None: the GPUs hold all
     """
 
     stream: AnyStream
@@ -45,8 +48,10 @@ class GPUParts:
     facts: dict[str, object]
     planned: GPUPlan
     memory: ExpertMemories
+    n_layers: int
     links: Links | None = None
     memories: GatheredRows | None = None
+    misses: MissRule | None = None
 
 
 class AnyStream(Protocol):

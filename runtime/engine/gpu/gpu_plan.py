@@ -24,7 +24,7 @@ from runtime.engine.gpu.expert_plan import (
 )
 from runtime.engine.gpu.experts import moe_layers
 from runtime.engine.gpu.latent_launches import most_tokens
-from runtime.engine.gpu.memory_launches import memory_values
+from runtime.engine.gpu.memory_launches import memory_bytes
 from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.gpu.share import shares_of
 from runtime.engine.gpu.share_plan import SharePlan, usable_bytes
@@ -168,13 +168,13 @@ def _on(
             share.hold_states(min(slots))
         limits = replace(limits, n_state_slots=min(slots), n_previous=spec.n_previous)
     shapes = StepShapes(limits, most_tokens(spec, LARGEST_BATCH)).biggest()
-    values = [memory_values(share.share.model.spec) for share in shares]
+    gathered = [memory_bytes(share.share.model) for share in shares]
     for index, share in enumerate(shares):
         share.measure(
             shapes,
             neighbours=(index > 0, index < len(shares) - 1),
             has_states=limits.n_state_slots > 0,
-            memories=(sum(values), sum(values[:index])),
+            memories=(sum(gathered), sum(gathered[:index])),
         )
     experts = plan_experts(model, shares, pinned=settings.load_mode == "pin", known=known)
     return GPUPlan(settings, limits, shares, experts, reason, known)

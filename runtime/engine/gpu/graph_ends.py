@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ops.gpu import handover
-from ops.gpu.handover import hand_over, take_over
+from ops.gpu.handover import hand_over, take_over, take_tokens
 from runtime.engine.gpu.plan_parts import PlanParts
+from runtime.engine.gpu.results import CHOSEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -16,19 +17,42 @@ class GraphEnds:
 
     taking      arguments of `take_over` but the step's; None: the tokens' embeddings come first
     giving      arguments of `hand_over` but the step's; None: logits come last
+    tokens      arguments of `take_tokens` but the step's; None: tokens are chosen here, or the step
+                begins elsewhere
     has_states  control blocks say where states are: some layer, perhaps on another GPU, has any
-    memories    f32 values of a token in control blocks: those that memories of all layers take, and
-                how many of them come before these layers'
+    memories    bytes of a token in control blocks: those that memories of all layers take, and how
+                many of them come before these layers'
     """
 
     taking: Mapping[str, int] | None = None
     giving: Mapping[str, int] | None = None
+    tokens: Mapping[str, int] | None = None
     has_states: bool = False
     memories: tuple[int, int] = (0, 0)
 
 
 ALONE = GraphEnds()
 """A whole model without states."""
+
+
+def add_take_tokens(parts: PlanParts, arguments: Mapping[str, int]) -> None:
+    """The tokens that the last GPU chooses in the step before, if there are such."""
+    memory = parts.memory
+    parts.plan.add(
+        "take_tokens",
+        take_tokens(),
+        (1,),
+        {
+            "epoch": memory.epoch,
+            "count": parts.token_count,
+            "token_ids": parts.control("token_ids"),
+            "done": memory.results_done,
+            "source": memory.host_chosen,
+            "stride": CHOSEN_BYTES,
+            "tokens": memory.chosen,
+            **arguments,
+        },
+    )
 
 
 def add_take_over(parts: PlanParts, arguments: Mapping[str, int]) -> int:

@@ -56,12 +56,15 @@ class GraphTimes:
         """MoE layers whose misses the CPU computes."""
         return len(self._at)
 
-    def read(self, epoch: int, host: tuple[float, float], busy: F64, *, first: bool) -> StepTimes:
+    def read(
+        self, epoch: int, host: tuple[float, float], busy: F64, *, first: bool, alone: bool
+    ) -> StepTimes:
         """Of step `epoch`, which has ended.
 
         host   when the host launched it, and when it saw its end
         busy   seconds that the CPU team worked at each of `n_waits` layers
         first  the step begins on this GPU: else what it waits for at first was another one's work
+        alone  it has the whole step: else it may begin with waiting for the end of the one before
         """
         stamps = self._memory.of(epoch)[: self._layout.n_stamps].copy()
         clock = NANO * (stamps - stamps[self._places[0]]).astype(np.int64)
@@ -78,8 +81,9 @@ class GraphTimes:
             exchange = float(np.clip(others, 0, waits).sum())
             parts[Part.EXCHANGE] = parts.get(Part.EXCHANGE, 0.0) + exchange
             parts[Part.MISSES] -= exchange
-        if not first:
+        if not alone:
             parts.pop(Part.LAUNCH, None)
+        if not first:
             parts.pop(Part.HAND_OVER, None)
         shift = base + self._fit.offset
         return StepTimes(host[0], parts, partial(self._spans, edges + shift, clock + shift))
@@ -103,6 +107,7 @@ def read_all(
     for graph in graphs:
         own = busy[at : at + graph.n_waits]
         at += graph.n_waits
-        times.append(graph.read(epoch, host, own, first=not times))
+        alone = len(graphs) == 1
+        times.append(graph.read(epoch, host, own, first=not times, alone=alone))
         times[-1].fresh = fresh
     return times

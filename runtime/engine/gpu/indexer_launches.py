@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ops.gpu.attention_copies import LIST_KEYS
 from ops.gpu.heads import NORM_HEAD, NORM_NONE, heads, heads_grid, heads_shared_bytes
@@ -19,9 +19,9 @@ from ops.gpu.indexer import (
     list_keys,
 )
 from runtime.engine.gpu.kv import LayerCache
-from runtime.engine.gpu.matrix_launches import Output, Product, add_products
+from runtime.engine.gpu.matrix_launches import Product
 from runtime.engine.gpu.paged_attention import KeyChoice
-from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
+from runtime.engine.gpu.plan_parts import PlanParts
 from runtime.engine.gpu.rope_fields import rope_fields
 from runtime.engine.step import StepKind
 from runtime.models.indexer import IndexerSpec
@@ -30,6 +30,9 @@ from runtime.models.rope import RopePairing
 
 FLOATS = 4
 """Parts of a row begin at multiples of so many values: 16-byte loads."""
+
+Place = tuple[int, int]
+"""The address of f32 rows, and the values from one to the next."""
 
 NOTHING_KEPT = {
     "k_pages": 0, "v_pages": 0, "k_cache": 0, "k_page_bytes": 0, "k_head_bytes": 0, "v_cache": 0,
@@ -49,53 +52,37 @@ class IndexerLaunches:
         self.choice: KeyChoice | None = None
 
     def add(
-        self,
-        layer: int,
-        indexer: IndexerSpec,
-        cache: LayerCache,
-        x: DeviceRows,
-        narrow: DeviceRows | None = None,
+        self, layer: int, indexer: IndexerSpec, cache: LayerCache, places: Mapping[str, Place]
     ) -> None:
         """Keep the keys of blocks; choose, where a token may have a choice.
 
-        x       the layer's normed input, asked for what `inputs` need
-        narrow  what queries are made from, where it is not x; asked for likewise
+        places  of the products of `inputs`, and where it `chooses` of the query too
         """
-        parts, n = self._parts, self._parts.n_tokens
-        starts, at = {}, 0
-        for name, linear in inputs(indexer, is_narrow=narrow is not None).items():
-            starts[name] = at
-            at += -(-linear.n_out // FLOATS) * FLOATS
-        rows = parts.room.place(f"index products {at}", 4 * n * at)
-        products = [
-            Product(linear, starts[name])
-            for name, linear in inputs(indexer, is_narrow=narrow is not None).items()
-        ]
-        out = Output(rows, at)
-        add_products(parts, f"{layer}.index", products, x, out, parts.token_count, n)
-        places = {name: (rows + 4 * start, at) for name, start in starts.items()}
-        self._keys(layer, indexer, cache, places)
-        self.choice = None
-        if parts.shape.n_context // indexer.block <= indexer.n_best:
+        self.keep(layer, indexer, cache, places)
+        if not self.chooses(indexer):
             return
-        if narrow is not None:
-            width = indexer.query.n_out
-            at_queries = parts.room.place(f"index queries {width}", 4 * n * width)
-            out = Output(at_queries, width)
-            query = [Product(indexer.query)]
-            add_products(parts, f"{layer}.index_query", query, narrow, out, parts.token_count, n)
-            places["query"] = (at_queries, width)
-        if indexer.query_norm is not None or indexer.rope is not None:
-            places["query"] = self._heads(layer, indexer, *places["query"])
-        self._choose(layer, indexer, cache, places)
+        self.score(layer, indexer, cache, places)
+        self.choose(layer, indexer)
 
-    def _keys(
+    def chooses(self, indexer: IndexerSpec) -> bool:
+        """Whether a token of the step may have more keys than it reads."""
+        return self._parts.shape.n_context // indexer.block > indexer.n_best
+
+    def keep(
         self,
         layer: int,
         indexer: IndexerSpec,
         cache: LayerCache,
-        places: dict[str, tuple[int, int]],
+        places: Mapping[str, Place],
+        *,
+        late: bool = False,
     ) -> None:
+        """Keep the keys of blocks.
+
+        late: here and below, the last launch makes nothing that is read, so that this one may run
+        beside it.
+        """
+        self.choice = None
         parts, vector, states = self._parts, self._parts.weights.vector, self._parts.held_states
         key, gate = places["key"], places.get("gate", (0, 0))
         turning = rope_fields(parts, indexer.rope)
@@ -124,6 +111,7 @@ class IndexerLaunches:
                 "magnitude": turning["magnitude"],
                 "eps": parts.model.spec.eps,
                 "key_eps": indexer.key_eps,
+                "late": late,
             },
             overlapped=parts.overlapped,
         )
@@ -159,63 +147,81 @@ class IndexerLaunches:
         )
         return queries, width
 
-    def _choose(
+    def score(
         self,
         layer: int,
         indexer: IndexerSpec,
         cache: LayerCache,
-        places: dict[str, tuple[int, int]],
+        places: Mapping[str, Place],
+        *,
+        late: bool = False,
     ) -> None:
-        parts, n = self._parts, self._parts.n_tokens
-        max_blocks = -(-parts.shape.n_context // (indexer.block * FLOATS)) * FLOATS
+        """Score the keys of blocks by the queries."""
+        parts, n, query = self._parts, self._parts.n_tokens, places["query"]
+        if indexer.query_norm is not None or indexer.rope is not None:
+            query, late = self._heads(layer, indexer, *query), False
         n_head, dim = indexer.n_head, indexer.head_dim
         tokens = index_scores_tokens(n, n_head, dim, parts.gpu.block_shared_bytes)
-        scores = parts.room.place(f"index scores {max_blocks}", 4 * n * max_blocks)
-        query, weight = places["query"], places.get("weight", (0, 0))
-        sizes = {"block": indexer.block, "n_best": indexer.n_best, "max_blocks": max_blocks}
-        step = {"counts": parts.token_count, "positions": parts.control("positions")}
+        weight = places.get("weight", (0, 0))
         parts.plan.add(
             f"{layer}.index_scores",
             index_scores(overlapped=parts.overlapped),
             index_scores_grid(n, tokens),
             {
-                **step,
-                **sizes,
+                **self._sizes(indexer),
                 "rows": parts.control("rows"),
                 **self._pages(cache),
                 "queries": query[0],
                 "queries_stride": query[1],
                 "weights": weight[0],
                 "weights_stride": weight[1],
-                "scores": scores,
                 "n_head": n_head,
                 "dim": dim,
                 "tokens": tokens,
                 "scale": indexer.scale,
+                "late": late,
             },
             shared_bytes=index_scores_shared_bytes(n_head, dim, tokens),
             overlapped=parts.overlapped,
         )
+
+    def choose(self, layer: int, indexer: IndexerSpec, *, late: bool = False) -> None:
+        """Choose by the scores."""
+        parts, n = self._parts, self._parts.n_tokens
+        sizes = self._sizes(indexer)
         choice = self.choice = self._room(indexer)
         parts.plan.add(
             f"{layer}.index_select",
-            index_select(index_select_block(max_blocks), overlapped=parts.overlapped),
+            index_select(index_select_block(sizes["max_blocks"]), overlapped=parts.overlapped),
             (n,),
             {
-                **step,
                 **sizes,
                 "rows": parts.control("rows"),
                 "page_tables": parts.control("page_tables"),
                 "table_stride": parts.layout.max_pages,
-                "scores": scores,
                 "lists": choice.lists,
                 "list_stride": choice.list_stride,
                 "ends": choice.ends,
                 "masks": choice.masks,
                 "mask_stride": choice.mask_stride,
+                "late": late,
             },
             overlapped=parts.overlapped,
         )
+
+    def _sizes(self, indexer: IndexerSpec) -> dict[str, int]:
+        """What scores and choice have in common: where the scores lie, of how many blocks."""
+        parts = self._parts
+        max_blocks = -(-parts.shape.n_context // (indexer.block * FLOATS)) * FLOATS
+        n_bytes = 4 * parts.n_tokens * max_blocks
+        return {
+            "counts": parts.token_count,
+            "positions": parts.control("positions"),
+            "scores": parts.room.place(f"index scores {max_blocks}", n_bytes),
+            "block": indexer.block,
+            "n_best": indexer.n_best,
+            "max_blocks": max_blocks,
+        }
 
     def _room(self, indexer: IndexerSpec) -> KeyChoice:
         """Where choices go; masks are for prompts."""
@@ -242,6 +248,20 @@ class IndexerLaunches:
             "pages": cache.index_pages,
             "page_bytes": cache.index_page_bytes,
         }
+
+
+def index_products(
+    indexer: IndexerSpec, first: int, *, is_narrow: bool
+) -> tuple[list[Product], dict[str, int], int]:
+    """The products of `inputs` behind the first values of a row: with where each lies in it, and
+    the values of the whole row."""
+    products, starts = [], {}
+    at = -(-first // FLOATS) * FLOATS
+    for name, linear in inputs(indexer, is_narrow=is_narrow).items():
+        products.append(Product(linear, at))
+        starts[name] = at
+        at += -(-linear.n_out // FLOATS) * FLOATS
+    return products, starts, at
 
 
 def inputs(indexer: IndexerSpec, *, is_narrow: bool) -> dict[str, Linear]:

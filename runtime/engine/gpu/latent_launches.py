@@ -11,12 +11,17 @@ from ops.gpu.attention import WIDE_BLOCKS_AT_ONCE, max_splits
 from ops.gpu.expert import ADDRESSES
 from ops.gpu.latent_heads import latent_heads, latent_heads_grid, latent_heads_shared_bytes
 from runtime.engine.gpu.attention_launches import add_output
-from runtime.engine.gpu.indexer_launches import IndexerLaunches, inputs
+from runtime.engine.gpu.indexer_launches import (
+    IndexerLaunches,
+    Place,
+    index_products,
+    inputs,
+)
 from runtime.engine.gpu.kv import GPUPages
 from runtime.engine.gpu.matrix_launches import (
+    GEMM_ROWS,
     GemmSize,
     Output,
-    Product,
     add_gemm,
     add_products,
     joined,
@@ -32,20 +37,29 @@ from runtime.engine.gpu.paged_attention import (
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
 from runtime.engine.gpu.rope_fields import rope_fields
 from runtime.engine.gpu.row_launches import add_norm, add_records
+from runtime.engine.gpu.slot_products import add_slot_products, are_slot_matrices
 from runtime.engine.step import StepKind
 from runtime.models.latent_attention import LatentAttentionSpec
 from runtime.models.linear import Linear
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, MoeSpec
 
-MOST_HEAD_ROWS = 1 << 16
-"""Heads of all tokens of a step: their rows of a latent each, f32, take 128 MiB for latents of 512
-values, and there are several such arrays."""
+PHASE = "latent attention"
+"""Of a layer: `Room.place`."""
+MOST_HEAD_ROWS = 1 << 17
+"""Heads of all tokens of a step: their rows of a latent each, f32, take 256 MiB for latents of 512
+values, and there are three such arrays.  Fewer tokens a step would cost more where experts come
+over the link, all of them for each step: 2048 tokens of 64 heads read them half as often as 1024.
+"""
+MOST_SLOTS = (1 << 16) - 1
+"""Experts of all tokens of a step: blocks of a launch in its second dimension."""
 
 
 def most_tokens(spec: ModelSpec, most: int) -> int:
-    """Tokens of a step whose rows of heads are not too many, `most` at most."""
+    """Tokens of a step whose rows of heads and of experts are not too many, `most` at most."""
     latent = [m for layer in spec.layers if isinstance(m := layer.mixer, LatentAttentionSpec)]
-    return min([most, *(max(1, MOST_HEAD_ROWS // mixer.n_head) for mixer in latent)])
+    routed = [b for layer in spec.layers if isinstance(b := layer.feed_forward, MoeSpec)]
+    by_heads = [max(1, MOST_HEAD_ROWS // mixer.n_head) for mixer in latent]
+    return min([most, *by_heads, *(max(1, MOST_SLOTS // block.n_used) for block in routed)])
 
 
 @dataclass(frozen=True)
@@ -54,14 +68,14 @@ class Projected:
 
     q        address of f32[n_tokens, q_row], which begins with all heads' queries
     latents  address of f32[n_tokens, latent_row], which begins with latent and key part
-    narrow   the normed rows that queries are made from, where there are such
+    index    of what the indexer needs, where there is one
     """
 
     q: int
     q_row: int
     latents: int
     latent_row: int
-    narrow: DeviceRows | None = None
+    index: dict[str, Place]
 
 
 class LatentLaunches:
@@ -81,17 +95,20 @@ class LatentLaunches:
         """See `MixerLaunches.add`."""
         parts, n_head, n = self._parts, mixer.n_head, self._parts.n_tokens
         projected = self._project(layer, mixer, x)
-        if mixer.indexer is not None:
-            cache = self._pages.layer(layer)
-            self._indexers.add(layer, mixer.indexer, cache, x, projected.narrow)
         plain, queries = self._heads(layer, mixer, projected)
+        indexer, cache = mixer.indexer, self._pages.layer(layer)
+        scores = indexer is not None and self._indexers.chooses(indexer)
+        if indexer is not None and scores:
+            self._indexers.score(layer, indexer, cache, projected.index, late=True)
         self._head_products(f"{layer}.key_up", mixer.key_up, plain, queries, mixer.dim_k)
+        if indexer is not None and scores:
+            self._indexers.choose(layer, indexer, late=True)
         width = n_head * mixer.dim_latent
-        mixed = DeviceRows(parts.room, f"mixed latents {width}", n, width)
+        mixed = DeviceRows(parts.room, f"mixed latents {width}", n, width, PHASE)
         chooses = mixer.indexer is not None or mixer.reads_as_before
         attention = PagedAttention(
             name=f"{layer}.attention",
-            cache=self._pages.layer(layer),
+            cache=cache,
             n_head=n_head,
             q=queries,
             out=mixed,
@@ -100,8 +117,9 @@ class LatentLaunches:
         mixed_at = mixed.want("f32")
         self._attend(mixer, attention)
         values = DeviceRows(
-            parts.room, f"head values {n_head * mixer.dim_v}", n, n_head * mixer.dim_v
+            parts.room, f"head values {n_head * mixer.dim_v}", n, n_head * mixer.dim_v, PHASE
         )
+        values.lies_at("f32", plain)  # which nobody reads any more
         want_inputs(parts, [mixer.output], values)
         values_at = values.want("f32")
         self._head_products(f"{layer}.value_up", mixer.value_up, mixed_at, values_at, mixer.dim_v)
@@ -121,27 +139,48 @@ class LatentLaunches:
     def _project(self, layer: int, mixer: LatentAttentionSpec, x: DeviceRows) -> Projected:
         """The products of x, and those of the narrow queries where there are such."""
         parts, n = self._parts, self._parts.n_tokens
-        first = joined((mixer.query[0], mixer.latent))
-        latent_at = first[1].y_first
+        first, indexer = joined((mixer.query[0], mixer.latent)), mixer.indexer
+        is_narrow = mixer.query_norm is not None
+        latent_at, starts = first[1].y_first, dict[str, int]()
         stride = latent_at + mixer.latent.n_out
-        rows = parts.room.place(f"query and latent {stride}", 4 * n * stride)
+        if indexer is not None:
+            more, starts, stride = index_products(indexer, stride, is_narrow=is_narrow)
+            first += tuple(more)
+        rows = parts.room.place(f"query and latent {stride}", 4 * n * stride, PHASE)
         out = Output(rows, stride)
         add_products(parts, f"{layer}.query_latent", first, x, out, parts.token_count, n)
         latents = rows + 4 * latent_at
+        index = {name: (rows + 4 * start, stride) for name, start in starts.items()}
         if mixer.query_norm is None:
-            return Projected(rows, stride, latents, stride)
-        narrow = DeviceRows(parts.room, f"narrow queries {latent_at}", n, latent_at)
-        want_inputs(parts, [mixer.query[1]], narrow)
-        if mixer.indexer is not None:
-            want_inputs(parts, [mixer.indexer.query], narrow)
+            self._keep(layer, mixer, index)
+            return Projected(rows, stride, latents, stride, index)
+        narrow = DeviceRows(parts.room, f"narrow queries {latent_at}", n, latent_at, PHASE)
+        linears = [mixer.query[1]]
+        if indexer is not None and self._indexers.chooses(indexer):
+            linears.append(indexer.query)
+        want_inputs(parts, linears, narrow)
         name = f"{layer}.query_norm"
         add_norm(parts, name, mixer.query_norm, rows, narrow, {}, x_stride=stride)
-        n_q = mixer.query[1].n_out
-        q = parts.room.place(f"q {n_q}", 4 * n * n_q)
-        products = [Product(mixer.query[1])]
+        self._keep(layer, mixer, index, late=True)
+        products = joined(linears)
+        n_q = products[-1].y_first + linears[-1].n_out
+        q = parts.room.place(f"q {n_q}", 4 * n * n_q, PHASE)
         out = Output(q, n_q)
         add_products(parts, f"{layer}.query", products, narrow, out, parts.token_count, n)
-        return Projected(q, n_q, latents, stride, narrow)
+        if len(products) > 1:
+            index["query"] = (q + 4 * products[1].y_first, n_q)
+        return Projected(q, n_q, latents, stride, index)
+
+    def _keep(
+        self,
+        layer: int,
+        mixer: LatentAttentionSpec,
+        index: Mapping[str, Place],
+        *,
+        late: bool = False,
+    ) -> None:
+        if mixer.indexer is not None:
+            self._indexers.keep(layer, mixer.indexer, self._pages.layer(layer), index, late=late)
 
     def _heads(
         self, layer: int, mixer: LatentAttentionSpec, projected: Projected
@@ -150,10 +189,10 @@ class LatentLaunches:
         dim_nope], and the rows it multiplies them into, f32[n_tokens, n_head, dim_k]."""
         parts, n_head = self._parts, mixer.n_head
         n_rows = parts.n_tokens * n_head
-        n_plain = n_rows * mixer.dim_nope
-        plain = parts.room.place(f"plain queries {n_plain}", 4 * n_plain)
+        n_plain = n_rows * max(mixer.dim_nope, mixer.dim_v)
+        plain = parts.room.place(f"plain queries {n_plain}", 4 * n_plain, PHASE)
         n_queries = n_rows * mixer.dim_k
-        queries = parts.room.place(f"latent queries {n_queries}", 4 * n_queries)
+        queries = parts.room.place(f"latent queries {n_queries}", 4 * n_queries, PHASE)
         fields = self._pages.layer(layer).fields()
         parts.plan.add(
             f"{layer}.heads",
@@ -191,15 +230,18 @@ class LatentLaunches:
         y_stride values apart.  Tokens that the step does not have are multiplied too."""
         parts, n_head = self._parts, linear.n_expert or 1
         weight = parts.model.weights[linear.weight]
+        if y_stride == linear.n_out and self._are_few(linear):
+            addresses = self._matrices(linear) * parts.n_tokens
+            size = (linear.n_in, linear.n_out)
+            add_slot_products(parts, name, weight.format, size, addresses, (x, y))
+            return
         kind, n_rows, records = weight.format.activation, parts.n_tokens * n_head, x
         if kind != "f32":
-            rows = DeviceRows(parts.room, f"head rows {linear.n_in}", n_rows, linear.n_in)
+            rows = DeviceRows(parts.room, f"head rows {linear.n_in}", n_rows, linear.n_in, PHASE)
             records = rows.want(kind)
             add_records(parts, name, x, rows)
         matrices = np.zeros((n_head, ADDRESSES), np.uint64)
-        n_bytes = np.uint64(linear.n_out * weight.row_bytes)
-        first = np.uint64(parts.weights.matrix(linear.weight))
-        matrices[:, 0] = first + np.arange(n_head, dtype=np.uint64) * n_bytes
+        matrices[:, 0] = self._matrices(linear)
         order, offsets = self._order(n_head)
         add_gemm(
             parts,
@@ -217,6 +259,19 @@ class LatentLaunches:
                 "factors": parts.weights.vector(linear.scale),
             },
         )
+
+    def _are_few(self, linear: Linear) -> bool:
+        """Whether every head of every token reads its matrix by itself."""
+        fmt, few = self._parts.format_of(linear.weight), self._parts.n_tokens < GEMM_ROWS
+        plain = linear.bias is None and linear.scale is None
+        return few and plain and are_slot_matrices(fmt, linear.n_in, linear.n_out)
+
+    def _matrices(self, linear: Linear) -> list[int]:
+        """Addresses of the heads' matrices."""
+        weight = self._parts.model.weights[linear.weight]
+        first = self._parts.weights.matrix(linear.weight)
+        n_bytes = linear.n_out * weight.row_bytes
+        return [first + head * n_bytes for head in range(linear.n_expert or 1)]
 
     def _order(self, n_head: int) -> tuple[int, int]:
         """Addresses of the rows of every head's tokens, head after head, i32[n_head, n_tokens], and

@@ -15,6 +15,9 @@ from runtime.cuda.memory import slot_bytes
 
 Grid = tuple[int, ...]
 
+UNKNOWN_ROOM = 1 << 40
+"""Bytes of a room that is only measured."""
+
 
 @dataclass(frozen=True)
 class PlannedLaunch:
@@ -40,11 +43,20 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """What the side branch has so far is to be known by a number, a small one."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Join:
-    """The main branch waits for the side branch."""
+    """The main branch waits for the side branch: all of it, or up to the last mark of a number."""
+
+    number: int | None = None
 
 
-Node = PlannedLaunch | Fork | Join
+Node = PlannedLaunch | Fork | Mark | Join
 
 
 @dataclass
@@ -85,9 +97,13 @@ class LaunchPlan:
         finally:
             self._side = False
 
-    def join(self) -> None:
-        """What is added from here on runs after the side branch."""
-        self.nodes.append(Join())
+    def mark(self, number: int) -> None:
+        """Give what the side branch has so far a number, in the place of what had it before."""
+        self.nodes.append(Mark(number))
+
+    def join(self, number: int | None = None) -> None:
+        """What is added from here on runs after the side branch, or what of it has the number."""
+        self.nodes.append(Join(number))
         self._joined = True
 
     @property
@@ -98,23 +114,34 @@ class LaunchPlan:
 class Room:
     """Places in one allocation, by name: asked for again, a place is the same.
 
-    A plan that is made with the base 0 tells how much there has to be.
+    What a phase of a layer needs for itself alone may lie where another phase has what it needs:
+    places of phases are taken from the end of the allocation, each phase's anew. No kernel may read
+    such a place and write one of another phase, but the first that follows the whole phase may
+    read it. A plan that is made without an allocation tells how much there has to be.
     """
 
-    def __init__(self, base: int = 0) -> None:
-        self._base = base
-        self._places: dict[str, tuple[int, int]] = {}
-        self.n_bytes = 0
+    def __init__(self, base: int = 0, n_bytes: int = UNKNOWN_ROOM) -> None:
+        self._base, self._end = base, base + n_bytes
+        self._places: dict[tuple[str, str], tuple[int, int]] = {}
+        self._sizes: dict[str, int] = {"": 0}
 
-    def place(self, name: str, n_bytes: int) -> int:
-        """The address of so many bytes, aligned to 256."""
-        offset, known = self._places.get(name, (self.n_bytes, n_bytes))
+    @property
+    def n_bytes(self) -> int:
+        """All that was asked for."""
+        phases = (size for phase, size in self._sizes.items() if phase)
+        return self._sizes[""] + max(phases, default=0)
+
+    def place(self, name: str, n_bytes: int, phase: str = "") -> int:
+        """The address of so many bytes, aligned to 256; phase: whose they are alone."""
+        key, size = (phase, name), self._sizes.setdefault(phase, 0)
+        address, known = self._places.get(key, (0, n_bytes))
         if known < n_bytes:
             raise ValueError(f"{name} has {known} bytes, not {n_bytes}")
-        if name not in self._places:
-            self._places[name] = (offset, n_bytes)
-            self.n_bytes += slot_bytes(n_bytes)
-        return self._base + offset
+        if key not in self._places:
+            self._sizes[phase] = size + slot_bytes(n_bytes)
+            address = self._end - self._sizes[phase] if phase else self._base + size
+            self._places[key] = (address, n_bytes)
+        return address
 
 
 class Constants:

@@ -102,7 +102,9 @@ class Links:
     PLANNED: ClassVar[Mapping[str, int]] = dict.fromkeys(
         ("source", "target", "given", "taken", "stride", "counter", "words", "patience", "link"), 0
     )
-    """Arguments of links that are only planned."""
+    """Arguments of links that are only planned, and of those of tokens."""
+
+    PLANNED_TOKENS: ClassVar[Mapping[str, int]] = dict.fromkeys(("words", "patience", "link"), 0)
 
     def __init__(self, devices: Sequence[Device], stride: int) -> None:
         """devices in the order of their layers.  Raises: as `Link`."""
@@ -118,10 +120,20 @@ class Links:
                 words.address_on(device) + WORDS_BYTES + 4 * number
                 for number, device in enumerate(devices[:-1])
             ]
+            self._words_at = words.address_on(devices[0])
             self._words = words.view.view(np.uint32)
             self._done = self._words[WORDS_BYTES // 4 :][: len(self.done)]
+            self._lost: tuple[int, int] | None = None  # a step, and its link, of which was told
             self._parted: CudaError | None = None
             self._resources = resources.pop_all()
+
+    def tokens(self) -> dict[str, int]:
+        """Arguments of `take_tokens` but the step's."""
+        return {
+            "words": self._words_at,
+            "patience": PATIENCE_NS,
+            "link": len(self.between),
+        }
 
     def ended(self, epoch: int) -> bool:
         """Whether the GPUs but the last have ended step `epoch`.
@@ -139,13 +151,20 @@ class Links:
         """No step is in flight; the next may wait again."""
         self._words[STOP // 4] = 0
 
-    def check(self, epoch: int) -> None:
-        """Raises: HandOverStalled where a GPU waited in vain in that step."""
+    def check(self, epoch: int, *, behind: bool = False) -> None:
+        """Raises: HandOverStalled where a GPU waited in vain in that step, or in the one before it
+        and this one was launched `behind` it."""
         at = FAILED // 4
-        if int(self._words[at]) == epoch:
-            number = int(self._words[at + 1])
-            self._words[at] = 0
-            raise HandOverStalled(number, number + 1)
+        failed = int(self._words[at])
+        # What the next step has left here may hide what this one did.
+        if failed and (failed - epoch) & 0xFFFFFFFF <= 1:
+            self._lost = epoch, int(self._words[at + 1])
+            if failed == epoch:
+                self._words[at] = 0
+        elif not (behind and self._lost and self._lost[0] == (epoch - 1) & 0xFFFFFFFF):
+            return
+        number = self._lost[1]
+        raise HandOverStalled(number, (number + 1) % (len(self.between) + 1))
 
     def part(self, error: CudaError) -> None:
         """Some GPUs have a step that the others did not get: they will never meet again."""

@@ -9,7 +9,7 @@ from ops.gpu.gemm import best_tile, gemm
 from ops.gpu.gemm_float import SHARED as GEMM_FLOAT_SHARED
 from ops.gpu.gemm_float import gemm_float, gemm_float_grid
 from ops.gpu.linear import Segment, linear, segments
-from ops.gpu.row_launch import best_launch, is_float
+from ops.gpu.row_launch import FEW_ROWS, best_launch, is_float
 from ops.quants import BlockFormat
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_fields
 from runtime.models.linear import Linear
@@ -23,6 +23,9 @@ On an H200, 4 rows of 6144x2048 Q4_K took 5.6 us instead of 10.4, of 50304x2048 
 
 LARGE_MATRIX, LARGE_MATRIX_GEMM_ROWS = 1 << 15, 2
 """Rows of a matrix that is multiplied so from fewer on: an output matrix."""
+
+FEW_ROWS_GEMM_ROWS = 16
+"""The same for all matrices of a launch with up to `FEW_ROWS` rows: tiles of them would be few."""
 
 FLOAT_GEMM_ROWS = 32
 """The same for matrices of numbers, mostly routers: small, and slow where a block has many rows."""
@@ -56,9 +59,9 @@ class Output:
     stride: int
 
 
-def joined(linears: Sequence[Linear]) -> tuple[Product, ...]:
-    """The products whose results lie one after another."""
-    products, first = [], 0
+def joined(linears: Sequence[Linear], first: int = 0) -> tuple[Product, ...]:
+    """The products whose results lie one after another, from value `first` on."""
+    products = []
     for matrix in linears:
         products.append(Product(matrix, first))
         first += matrix.n_out
@@ -79,25 +82,32 @@ def add_products(
     y: Output,
     count: int,
     n_rows: int,
+    *,
+    late: bool = False,
 ) -> None:
-    """y[row] = the products of x[row], for the rows below the u32 at `count`, `n_rows` at most."""
+    """y[row] = the products of x[row], for the rows below the u32 at `count`, `n_rows` at most.
+
+    late: the launch before these does not make x, so that they may run beside it.
+    """
     by_format: dict[str, list[Product]] = {}
     for product in products:
         by_format.setdefault(parts.format_of(product.linear.weight).name, []).append(product)
-    for alike in by_format.values():
+    for number, alike in enumerate(by_format.values()):
         if n_rows >= _gemm_rows(parts, alike):
             for neighbours in _neighbours(parts, alike):
                 _add_gemm(parts, name, neighbours, x, y, count, n_rows)
         else:
-            _add_small(parts, name, alike, x, y, count, n_rows)
+            _add_small(parts, name, alike, x, y, count, n_rows, late=late or number > 0)
 
 
 def _gemm_rows(parts: PlanParts, alike: Sequence[Product]) -> int:
     """From how many rows on tensor cores multiply matrices of one format."""
     if is_float(parts.format_of(alike[0].linear.weight)):
         return FLOAT_GEMM_ROWS
-    large = sum(product.linear.n_out for product in alike) >= LARGE_MATRIX
-    return LARGE_MATRIX_GEMM_ROWS if large else GEMM_ROWS
+    n_rows = sum(product.linear.n_out for product in alike)
+    if n_rows >= LARGE_MATRIX:
+        return LARGE_MATRIX_GEMM_ROWS
+    return FEW_ROWS_GEMM_ROWS if n_rows <= FEW_ROWS else GEMM_ROWS
 
 
 def _add_small(
@@ -108,6 +118,8 @@ def _add_small(
     y: Output,
     count: int,
     n_rows: int,
+    *,
+    late: bool,
 ) -> None:
     """The products of one format by the kernel that reads the weights anew for every token."""
     fmt = parts.format_of(products[0].linear.weight)
@@ -127,6 +139,7 @@ def _add_small(
             "n": x.width,
             "n_segments": len(products),
             "y_stride": y.stride,
+            "late": late,
             **record_fields(fmt.activation, x.width),
         },
         shared_bytes=launch.shared_bytes(fmt, x.width),
@@ -193,6 +206,7 @@ class GemmSize:
     n_slots     vectors that are multiplied, at most
     n_groups    matrices that share them; 0: one matrix
     n_columns   products beside each other
+    of_groups   matrices that share all the slots, where n_groups are some of these; 0: all
     """
 
     fmt: BlockFormat
@@ -201,6 +215,7 @@ class GemmSize:
     n_slots: int
     n_groups: int = 0
     n_columns: int = 1
+    of_groups: int = 0
 
 
 def add_gemm(parts: PlanParts, name: str, size: GemmSize, arguments: Mapping[str, int]) -> None:
@@ -212,7 +227,8 @@ def add_gemm(parts: PlanParts, name: str, size: GemmSize, arguments: Mapping[str
         grid, shared_bytes = gemm_float_grid(*sizes), GEMM_FLOAT_SHARED
     else:
         shared = parts.weights.block_shared_bytes
-        tile = best_tile(fmt, size.n_rows, size.n_slots, size.n_groups, shared_bytes=shared)
+        groups = size.of_groups or size.n_groups
+        tile = best_tile(fmt, size.n_rows, size.n_slots, groups, shared_bytes=shared)
         kernel = gemm(tile, overlapped=parts.overlapped)
         grid, shared_bytes = tile.grid(*sizes), tile.shared_bytes
     parts.plan.add(

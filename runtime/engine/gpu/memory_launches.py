@@ -4,42 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
+from ops.gpu import embed as embed_kernel
+from ops.gpu.embed import embed
 from ops.gpu.ngram_memory import (
     N_TAPS,
     ngram_convolution,
     ngram_convolution_grid,
     ngram_gate,
 )
+from ops.gpu.row_launch import GPU_FORMATS
 from ops.gpu.streams import N_STREAM, block_of
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
 from runtime.engine.gpu.row_launches import add_records
+from runtime.models.model import Model
 from runtime.models.ngram_memory import NgramMemorySpec
 from runtime.models.spec import ModelSpec
 
+PHASE = "memory"
+"""Of a layer: `Room.place`."""
 ROW_VALUES = 16
-"""Gathered rows of f32 values with nothing between them begin at multiples of 64 bytes."""
+"""Rows of f32 values with nothing between them begin at multiples of 64 bytes."""
+ROW_ALIGN = 16
+"""Bytes: rows of a table begin at a multiple, in a control block as on the GPU."""
 
 
 class MemoryLaunches:
     """The launches of layers with a memory, in the order of their rows in the control block."""
 
-    def __init__(self, parts: PlanParts, values_before: int) -> None:
-        """values_before: values of a token in the block before those of the first memory."""
-        self._parts, self._values_before = parts, values_before
+    def __init__(self, parts: PlanParts, bytes_before: int) -> None:
+        """bytes_before: of a token in the block, before those of the first memory."""
+        self._parts, self._bytes_before = parts, bytes_before
 
     def add(self, layer: int, memory: NgramMemorySpec, x: int, state_offset: int) -> None:
         """Add the rows to the streams at x; the memory's state is so far into the layer's."""
         parts, n = self._parts, self._parts.n_tokens
         n_embd, width = memory.value.n_out, memory.key.n_out
-        gathered = DeviceRows(parts.room, "gathered", n, memory.key.n_in)
-        at = parts.control("memories") + 4 * n * self._values_before
-        self._values_before += memory.key.n_in
-        gathered.lies_at("f32", at)
+        gathered = DeviceRows(parts.room, "gathered", n, memory.key.n_in, PHASE)
+        at = gathered.want("f32")
         want_inputs(parts, memory.linears, gathered)
+        self._rows(layer, memory, at)
         add_records(parts, f"{layer}.memory", at, gathered)
-        keys = parts.room.place("memory keys", 4 * n * width)
-        values = parts.room.place("memory values", 4 * n * n_embd)
+        keys = parts.room.place("memory keys", 4 * n * width, PHASE)
+        values = parts.room.place("memory values", 4 * n * n_embd, PHASE)
         for name, linear, out in (("key", memory.key, keys), ("value", memory.value, values)):
             add_products(
                 parts,
@@ -50,9 +59,31 @@ class MemoryLaunches:
                 parts.token_count,
                 n,
             )
-        u = parts.room.place("memory convolved", 4 * n * width)
+        u = parts.room.place("memory convolved", 4 * n * width, PHASE)
         self._gate(layer, memory, x, keys, values, u)
         self._convolution(layer, memory, x, u, state_offset)
+
+    def _rows(self, layer: int, memory: NgramMemorySpec, x: int) -> None:
+        """The gathered blocks as numbers, f32[n_tokens, n_in] at x."""
+        parts, n, fmt = self._parts, self._parts.n_tokens, self._parts.format_of(memory.table)
+        blocks = parts.control("memories") + n * self._bytes_before
+        self._bytes_before += row_bytes(memory, parts.model)
+        parts.plan.add(
+            f"{layer}.memory_rows",
+            embed(fmt, overlapped=parts.overlapped),
+            embed_kernel.grid(memory.key.n_in, n),
+            {
+                "token_ids": parts.constants.place(np.arange(n, dtype=np.int32)),
+                "sampled": 0,
+                "weights": blocks,
+                "table": parts.grid_table(fmt),
+                "x": x,
+                "count": parts.token_count,
+                "n": memory.key.n_in,
+            },
+            shared_bytes=embed_kernel.shared_bytes(fmt),
+            overlapped=parts.overlapped,
+        )
 
     def _gate(
         self, layer: int, memory: NgramMemorySpec, x: int, keys: int, values: int, u: int
@@ -106,14 +137,24 @@ def memories_of(spec: ModelSpec) -> list[NgramMemorySpec]:
     return [layer.memory for layer in spec.layers if layer.memory is not None]
 
 
-def memory_values(spec: ModelSpec) -> int:
-    """f32 values of a token that the host gathers for the model's memories."""
-    return sum(memory.key.n_in for memory in memories_of(spec))
+def row_bytes(memory: NgramMemorySpec, model: Model) -> int:
+    """Bytes of a token's rows of the table, and of what lies between them and the next token's."""
+    n_bytes = model.weights[memory.table].format.row_bytes(memory.key.n_in)
+    return -(-n_bytes // ROW_ALIGN) * ROW_ALIGN
 
 
-def memory_obstacles(spec: ModelSpec) -> Iterator[str]:
+def memory_bytes(model: Model) -> int:
+    """Bytes of a token that the host gathers for the model's memories."""
+    return sum(row_bytes(memory, model) for memory in memories_of(model.spec))
+
+
+def memory_obstacles(model: Model) -> Iterator[str]:
     """Why the kernels cannot compute a model's memories."""
+    spec = model.spec
     for memory in memories_of(spec):
+        name = model.weights[memory.table].format.name
+        if name not in GPU_FORMATS:
+            yield f"tables of format {name}"
         if spec.n_stream != N_STREAM or memory.n_taps != N_TAPS:
             yield f"a memory of {memory.n_taps} taps and {spec.n_stream} streams"
         if memory.key.n_in % ROW_VALUES:

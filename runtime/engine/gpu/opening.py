@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runtime.config import environment
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver, open_driver
 from runtime.cuda.module import CubinCache
@@ -43,12 +45,15 @@ from runtime.engine.gpu.support import obstacles
 from runtime.engine.machine import GPUFacts
 from runtime.engine.step import StepKind
 from runtime.errors import ConfigError, DeviceUnavailable
+from runtime.experts.miss_rates import MissRates
+from runtime.experts.miss_rule import MissRule, rule_in
 from runtime.experts.usage import LifetimeUsage, lifetime_usage
 from runtime.models.model import Model
 from runtime.notices import Reason
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
+    from ops.cpu.compiling import Preparation
     from runtime.experts.exchange import Exchange
 
 logger = logging.getLogger(__name__)
@@ -128,17 +133,19 @@ class _Opening:
 
     def executor(self, cache: CubinCache) -> GPUExecutor:
         own, shares = self.resources.callback, self.shares
-        for share in shares:
-            share.open_dense()
-        self._link()
-        missing = hold_experts(
-            self.model, self.planned, shares, self.usage, self.progress, self.resources
-        )
-        shapes = self._shared_shapes(missing) if missing else self._shapes()
-        firsts, n_choices = self._choices(missing, shapes)
-        results = self._results(shapes, n_choices)
+        with ThreadPoolExecutor(1, thread_name_prefix="CPU kernels") as helper:
+            # Importing the compiler is a second of Python, in which weights can travel.
+            preparing = None if self.planned.whole else helper.submit(self._prepare_cpu)
+            missing = self._hold()
+            shapes = self._shared_shapes(missing) if missing else self._shapes()
+            firsts, n_choices = self._choices(missing, shapes)
+            results = self._results(shapes, n_choices)
+            self._load()
+            preparation = None if preparing is None else preparing.result()
+        if preparation is not None:
+            self.progress.start("preparing CPU kernels", preparation.n_kernels, "kernel")
+            preparation.wait(lambda n_ready, _: self.progress.advance(min(n_ready, 1)))
         exchange = self._exchange(missing, shapes, results) if missing else None
-        self._load()
         self._plan(missing, shapes, exchange)
         self._assemble(cache)
         for share in missing:
@@ -172,7 +179,9 @@ class _Opening:
                 self.settings.notices,
             ),
             planned=replace(self.planned, experts=tuple(share.expert_plan for share in shares)),
+            n_layers=len(self.model.spec.layers),
             memories=GatheredRows(self.model) if self.model.spec.memory_tables else None,
+            misses=None if exchange is None else self._misses(exchange, missing),
         )
         if self.links is not None:
             self._split(parts, missing, steps, self.links)
@@ -181,6 +190,15 @@ class _Opening:
             parts.steps.of(shape)
         parts.resources = self.resources.pop_all()
         return GPUExecutor(self.limits, parts)
+
+    def _hold(self) -> list[ShareOpening]:
+        """Take each GPU's memory; returns those that do not hold all of their experts."""
+        for share in self.shares:
+            share.open_dense()
+        self._link()
+        return hold_experts(
+            self.model, self.planned, self.shares, self.usage, self.progress, self.resources
+        )
 
     def _split(
         self,
@@ -255,6 +273,17 @@ class _Opening:
         self.resources.callback(results.close)
         return results
 
+    def _prepare_cpu(self) -> Preparation:
+        """Start on the kernels of missed experts: they are ready by the time that they are wanted,
+        or at least nearer to it."""
+        from ops.cpu.compiling import Preparation
+        from runtime.experts import exchange  # noqa: F401  imported here, beside other work
+        from runtime.experts.serve_program import kernels_of
+
+        preparation = Preparation(kernels_of(self.model.weights, moe_blocks(self.shares)))
+        self.resources.callback(preparation.close)
+        return preparation
+
     def _exchange(
         self, missing: Sequence[ShareOpening], shapes: StepShapes, results: Results
     ) -> Exchange:
@@ -264,7 +293,6 @@ class _Opening:
         from runtime.experts.host_experts import layer_experts
         from runtime.experts.page_reader import page_reader
 
-        self.progress.start("preparing CPU kernels")
         try:
             # Whoever launches and looks for ends must not wait for a worker's processor.
             team = acquire_team(self.settings.n_threads, spare=len(self.devices))
@@ -297,6 +325,24 @@ class _Opening:
         logger.info(
             "exchange with the CPU: %d rounds, %.1f us each", result.rounds, result.microseconds
         )
+
+    def _misses(self, exchange: Exchange, missing: Sequence[ShareOpening]) -> MissRule:
+        """Who is to serve missed experts: as asked for, or by what it takes here.
+
+        Raises: ConfigError.
+        """
+        from runtime.experts.cached_experts import CachedExperts
+        from runtime.experts.miss_probe import probe_misses
+
+        asked = dict(self.settings.moe_cache).get("misses")
+        given = rule_in(asked or environment("LLAMA_MOE_CACHE_MISSES"))
+        share, rates = missing[0], MissRates(())
+        if isinstance(share.experts, CachedExperts) and self.settings.exchange_rounds:
+            self.progress.start("measuring what misses take")
+            n_used = max(block.n_used for block in moe_blocks([share]))
+            rates = probe_misses(exchange, share.experts.host, share.device, n_used)
+            logger.info("misses: %s", rates.describe())
+        return MissRule(rates, given)
 
     def _load(self) -> None:
         total = sum(share.weights.n_bytes + share.experts.n_bytes for share in self.shares)

@@ -17,6 +17,7 @@ from runtime.engine.gpu.state_slots import GPUStates
 from runtime.engine.gpu.step_shape import StepShape
 from runtime.engine.gpu.weights import DeviceWeights
 from runtime.errors import EngineBug
+from runtime.experts.fetched_experts import Piece
 from runtime.models.model import Model
 
 
@@ -25,10 +26,10 @@ class StepMemory:
     """Addresses that all graphs share; see `ops.gpu.step_io` for what lies there.
 
     In the GPU's memory: control, the table of experts, the u32 words epoch and counter, and what
-    was chosen (`sampling_launches`). With several GPUs the table is a part of one of all layers,
-    from first_row on. Pinned: the ring of control blocks, the logits, the flags of
-    outputs, done, and for each control block the choices of experts, choices_stride apart, and
-    host_chosen, what was chosen.
+    was chosen (`sampling_launches`). With several GPUs the table
+    is a part of one of all layers, from first_row on. Pinned: the ring of control blocks, the
+    logits, the flags of outputs, done of this GPU and results_done of the last one; for each
+    control block the choices of experts, choices_stride apart, and host_chosen, what was chosen.
     Of graphs with stamps alone: stamps, of stamps_bytes, and host_stamps, for each control block.
     """
 
@@ -44,6 +45,7 @@ class StepMemory:
     choices: int = 0
     choices_stride: int = 0
     done: int = 0
+    results_done: int = 0
     chosen: int = 0
     host_chosen: int = 0
     stamps: int = 0
@@ -60,13 +62,18 @@ class Mailboxes(Protocol):
 
 
 class Fetches(Protocol):
-    """Room for experts of one MoE layer after another; see `runtime.experts.fetched_experts`."""
+    """Room for one piece of the experts after another; see `runtime.experts.fetched_experts`."""
 
-    def __len__(self) -> int: ...
+    ahead: int
+    pieces: list[Piece]
 
-    def table(self, layer: int) -> int: ...
+    def of_layer(self, layer: int) -> list[Piece]: ...
 
-    def arguments(self, layer: int) -> dict[str, int]: ...
+    def buffer(self, piece: Piece) -> int: ...
+
+    def table(self, piece: Piece) -> int: ...
+
+    def arguments(self, piece: Piece, table: int) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,8 @@ class PlanParts:
 class DeviceRows:
     """Rows that one stage hands to the next, in each stored form that was asked for."""
 
-    def __init__(self, room: Room, name: str, n_rows: int, width: int) -> None:
-        self._room, self._name = room, name
+    def __init__(self, room: Room, name: str, n_rows: int, width: int, phase: str = "") -> None:
+        self._room, self._name, self._phase = room, name, phase
         self.n_rows, self.width = n_rows, width
         self._addresses: dict[ActivationKind, int] = {}
 
@@ -142,7 +149,7 @@ class DeviceRows:
         """The address of the rows of this kind, which whoever fills them then writes."""
         if kind not in self._addresses:
             n_bytes = self.n_rows * record_bytes(kind, self.width)
-            self._addresses[kind] = self._room.place(f"{self._name} {kind}", n_bytes)
+            self._addresses[kind] = self._room.place(f"{self._name} {kind}", n_bytes, self._phase)
         return self._addresses[kind]
 
     def lies_at(self, kind: ActivationKind, address: int) -> None:

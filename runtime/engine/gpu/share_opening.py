@@ -103,6 +103,7 @@ class ShareOpening:
             self._ends,
             taking=before[0].taking() if before else None,
             giving=behind[0].giving() if behind else None,
+            tokens=links.tokens() if index == 0 else None,
         )
 
     def shrink(self) -> None:
@@ -127,13 +128,20 @@ class ShareOpening:
 
     def load(self, moved: Callable[[int], None]) -> None:
         """Move the tensors to the GPU.  Raises: PinningFailed, CudaError; what `moved` raises."""
-        self.weights.load(moved)
-        self.experts.load(moved)
+        copied = self.weights.load(moved) + self.experts.load(moved)
+        if copied:
+            self.planned.settings.notices.add(
+                Reason.UNPINNED,
+                f"{copied / 2**30:.1f} GiB of weights went to {self.device.info.name} by way of "
+                "buffers, slower: the driver would not register the file's pages",
+            )
 
     def plan(self, mailboxes: Mailboxes | None, max_deltas: int, shapes: list[StepShape]) -> None:
         """What its graphs will take."""
         self.planner = self._planner(mailboxes, max_deltas)
         self.needs = needs_of(self.planner, shapes)
+        for text in sorted(self.needs.slow_prompts):
+            self.planned.settings.notices.add(Reason.SLOW_PROMPTS, text)
 
     def assemble(self, cache: CubinCache, assembled: Callable[[], object]) -> None:
         """Load the kernels.  Raises: PtxCompileError, CudaError."""
@@ -233,6 +241,7 @@ class ShareOpening:
             choices=results.choices_address + shift + 4 * first_choice,
             choices_stride=results.choices_stride,
             done=results.done_address + shift if done is None else done,
+            results_done=results.done_address + shift,
             chosen=chosen,
             host_chosen=results.chosen_address + shift,
         )

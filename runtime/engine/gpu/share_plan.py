@@ -86,7 +86,8 @@ class SharePlan:
         Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor.
         """
         taking, giving = (Links.PLANNED if there else None for there in neighbours)
-        self.ends = GraphEnds(taking, giving, has_states, memories)
+        tokens = Links.PLANNED_TOKENS if giving is not None and taking is None else None
+        self.ends = GraphEnds(taking, giving, tokens, has_states, memories)
         planner = StepPlanner(
             self.share.model,
             self.weights,

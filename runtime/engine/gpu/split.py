@@ -192,42 +192,42 @@ class SplitExperts:
     def __init__(
         self, stores: Sequence[ExpertStore], rows: Sequence[int], layers: Sequence[int]
     ) -> None:
-        self._stores, self._rows = tuple(stores), tuple(rows)
+        self.stores, self._rows = tuple(stores), tuple(rows)
         self._layers = [slice(*edges) for edges in pairwise((0, *accumulate(layers)))]
 
     @property
     def may_fetch(self) -> bool:
         """See `StepExperts`; GPUs that miss nothing have nothing to wait for."""
-        return all(store.may_fetch for store in self._stores if not store.is_complete)
+        return all(store.may_fetch for store in self.stores if not store.is_complete)
 
     def before_step(self) -> Sequence[Delta]:
         """See `ExpertStore`; the rows are counted through all GPUs' tables."""
         return [
             (first + row, gate, up, down)
-            for store, first in zip(self._stores, self._rows, strict=True)
+            for store, first in zip(self.stores, self._rows, strict=True)
             for row, gate, up, down in store.before_step()
         ]
 
     def while_running(self) -> None:
-        for store in self._stores:
+        for store in self.stores:
             store.while_running()
 
     def after_step(self, choices: I32, *, fetched: bool = False) -> tuple[StepUse, ...]:
-        both = zip(self._stores, self._layers, strict=True)
+        both = zip(self.stores, self._layers, strict=True)
         used = [store.after_step(choices[layers], fetched=fetched) for store, layers in both]
         return tuple(use for own in used for use in own)
 
     def totals(self) -> ExpertTotals | None:
-        each = [totals for store in self._stores if (totals := store.totals()) is not None]
+        each = [totals for store in self.stores if (totals := store.totals()) is not None]
         return together(each) if each else None
 
     def take_spans(self) -> list[Span]:
-        return [span for store in self._stores for span in store.take_spans()]
+        return [span for store in self.stores for span in store.take_spans()]
 
     def describe(self) -> dict[str, object]:
         """Numbers are those of all GPUs together, words the first GPU's that says any."""
         facts: dict[str, object] = {}
-        for store in self._stores:
+        for store in self.stores:
             for name, value in store.describe().items():
                 known = facts.get(name)
                 if isinstance(value, int) and isinstance(known, int):

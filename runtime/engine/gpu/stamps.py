@@ -17,13 +17,14 @@ from ops.gpu.step_io import RING
 from ops.gpu.timestamp import STAMP_BYTES, timestamp
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
-from runtime.engine.gpu.launch_plan import Fork, Join, LaunchPlan, Node, PlannedLaunch
+from runtime.engine.gpu.launch_plan import Fork, Join, LaunchPlan, Mark, Node, PlannedLaunch
 from runtime.errors import EngineBug
 from runtime.profiling.record import Part
 
 U64 = NDArray[np.uint64]
 
-STAMPS_A_LAYER, OTHER_STAMPS = 12, 16
+STAMPS_A_LAYER, OTHER_STAMPS = 80, 16
+"""Four for each piece that a prompt fetches, up to 17 of a layer on average."""
 ALIGN = 16
 """What `report` copies is a multiple."""
 
@@ -34,6 +35,7 @@ PART_OF_SOURCE = {
     "sample.ptx": Part.LOGITS,
     "hand_over.ptx": Part.HAND_OVER,
     "take_over.ptx": Part.HAND_OVER,
+    "take_tokens.ptx": Part.LAUNCH,
     "refresh.ptx": Part.LAUNCH,
 }
 PART_OF_SIDE = {"mailbox.ptx": Part.MISSES, "fetch_experts.ptx": Part.UPLOADS}
@@ -140,6 +142,8 @@ class _Stamper:
             self.nodes.append(node)
         elif isinstance(node, Join):
             self._join(node)
+        elif isinstance(node, Mark):
+            self.nodes.append(node)
         elif node.side:
             self._beside(node)
         elif node.kernel.source == "report.ptx":
@@ -157,8 +161,8 @@ class _Stamper:
         self.layout.parts.append(part)
         self._part = part
 
-    def _join(self, node: Node) -> None:
-        part = self._forked or Part.EXCHANGE
+    def _join(self, node: Join) -> None:
+        part = self._forked or (Part.EXCHANGE if node.number is None else Part.UPLOADS)
         self._enter(part)
         self.nodes.append(node)
         at = len(self.layout.parts) - 1

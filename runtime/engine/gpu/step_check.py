@@ -24,9 +24,9 @@ class StepCheck:
 
         Raises: EngineBug beyond the limits.
         """
-        limits = self._limits
-        n_tokens, n_sequences = step.n_tokens, len(step.page_tables)
-        n_positions = step.page_tables.shape[1] * limits.page_tokens
+        n_tokens, limits = step.n_tokens, self._limits
+        n_sequences, n_pages = step.page_tables.shape
+        n_positions = n_pages * limits.page_tokens
         if (
             not 0 < n_tokens <= limits.max_step_tokens
             or n_sequences > limits.max_sequences
@@ -54,7 +54,7 @@ class StepCheck:
         return (
             last is not None
             and last.sampling is not None
-            and below(-1 - step.token_ids, len(last.output_tokens))
+            and below(~step.token_ids, len(last.output_tokens))
         )
 
     def _names_states(self, step: Step) -> bool:
@@ -70,4 +70,6 @@ def below(values: I32, limit: int) -> bool:
     if len(values) > FEW:
         return int(values.view(np.uint32).max()) < limit
     few = values.tolist()  # quicker than NumPy's reductions
+    if len(few) == 1:
+        return bool(0 <= few[0] < limit)
     return not few or (min(few) >= 0 and max(few) < limit)

@@ -21,11 +21,17 @@ from runtime.engine.gpu.feed_forward_launches import (
     choices_bytes,
     choices_place,
 )
-from runtime.engine.gpu.graph_ends import ALONE, GraphEnds, add_hand_over, add_take_over
+from runtime.engine.gpu.graph_ends import (
+    ALONE,
+    GraphEnds,
+    add_hand_over,
+    add_take_over,
+    add_take_tokens,
+)
 from runtime.engine.gpu.kv import GPUPages
 from runtime.engine.gpu.launch_plan import Constants, LaunchPlan, Room
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
-from runtime.engine.gpu.memory_launches import MemoryLaunches, memory_values
+from runtime.engine.gpu.memory_launches import MemoryLaunches, memory_bytes
 from runtime.engine.gpu.mixer_launches import MixerPlanner
 from runtime.engine.gpu.plan_parts import DeviceRows, Fetches, Mailboxes, PlanParts, StepMemory
 from runtime.engine.gpu.sampling_launches import Copy, add_sampling
@@ -99,7 +105,7 @@ class StepPlanner:
                 self._pages.page_tokens,
                 self._max_deltas,
                 has_states=self._ends.has_states or self._states is not None,
-                memory_values=self._ends.memories[0] or memory_values(self.model.spec),
+                memory_bytes=self._ends.memories[0] or memory_bytes(self.model),
             ),
             shape=shape,
             plan=LaunchPlan(),
@@ -192,6 +198,8 @@ class StepPlanner:
     def _begin(self, parts: PlanParts) -> tuple[Residual, Mapping[str, int]]:
         """The residual: of the tokens, or of the GPU before; and what is to be added to it."""
         if self._ends.taking is None:
+            if self._ends.tokens is not None and parts.shape.sampling is not Sampling.HOST:
+                add_take_tokens(parts, self._ends.tokens)
             return begin_residual(parts, self._embed(parts))
         return continue_residual(parts, add_take_over(parts, self._ends.taking)), {}
 

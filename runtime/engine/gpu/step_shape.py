@@ -17,7 +17,7 @@ from runtime.engine.step import I32, DeviceWork, Step, StepKind
 SMALL_BATCHES = (1, 2, 4, 8, 16, 31)
 """Tokens of the classes that the kernels for few tokens serve."""
 
-LARGE_BATCHES = (64, 128, 256, 512, 1024, 2048)
+LARGE_BATCHES = (64, 128, 256, 512, 1024, 2048, 4096)
 LARGEST_BATCH = LARGE_BATCHES[-1]
 LARGEST_DECODE = 128
 """Of generated tokens, whose attention keeps partial results of every one."""
@@ -125,19 +125,24 @@ class StepShapes:
         return self._shape(step.kind, n_tokens, n_context, None if plain else n_outputs, sampling)
 
     def samples(self, step: Step) -> bool:
-        """Whether there is a class of `step` that chooses the tokens, as its `sampling` says."""
-        works = step.sampling
-        n = step.n_tokens
+        """Whether there are classes of `step`, or of its parts, that choose the tokens."""
+        works, n = step.sampling, step.n_tokens
         if works is None or not self._samples or step.kind is not StepKind.DECODE:
             return False
-        if n != len(works) or n > min(self.most_tokens(step.kind), MAX_OUTPUTS):
+        most = min(self.most_tokens(step.kind), MAX_OUTPUTS)
+        if n != len(works) or (n > most and step.follows) or not is_plain(step.output_tokens):
             return False
-        if not is_plain(step.output_tokens):
-            return False
+        if n <= most:
+            return self._has_room(works)
+        return all([self._has_room(works[at : at + most]) for at in range(0, n, most)])
+
+    def _has_room(self, works: tuple[DeviceWork, ...]) -> bool:
+        """Whether a class chooses this many tokens, with all their edits."""
         n_edits = sum([len(work.edits) for work in works])
         if n_edits <= SPARE_EDITS:
             return True
-        return n_edits <= self._shape(step.kind, n, 1, None, Sampling.CHAIN).max_edits
+        chain = self._shape(StepKind.DECODE, len(works), 1, None, Sampling.CHAIN)
+        return n_edits <= chain.max_edits
 
     def timed(self, shape: StepShape) -> StepShape:
         """The class of the same steps whose graph keeps times."""
@@ -154,14 +159,15 @@ class StepShapes:
     def largest(self) -> list[StepShape]:
         """Classes that together need every kernel, and the most memory, of any."""
         shortest, longest = self._contexts[0], self._contexts[-1]
-        # Attention that chooses keys reads all of a short text, by other kernels.
+        # Attention that chooses keys reads all of a short text, by other kernels, and chooses by
+        # kernels of more threads the longer a text may be. Outputs have nothing to do with it.
         shapes = [
             self._shape(kind, n_tokens, n_context, n_outputs)
-            for n_context in {shortest, longest}
+            for n_context in self._contexts
             for kind in StepKind
             for n_tokens in self._batches
             if n_tokens <= self.most_tokens(kind)
-            for n_outputs in (None, *OUTPUTS)
+            for n_outputs in ((None, *OUTPUTS) if n_context in (shortest, longest) else OUTPUTS[:1])
             if n_outputs is not None or n_tokens <= MAX_OUTPUTS
         ]
         return [*shapes, *self._sampling(self.most_tokens(StepKind.DECODE), longest)]
@@ -239,20 +245,26 @@ def parts_of(step: Step, max_batch: int) -> list[slice]:
 
 
 def part_of(step: Step, span: slice) -> tuple[Step, Sequence[int]]:
-    """The step of these tokens alone, and which of the whole step's outputs it has."""
+    """The step of these tokens alone, and which of the whole step's outputs it has.
+
+    Its sequences are those of its tokens: a class has room for no more of them than for tokens.
+    """
     wanted = step.output_tokens
-    rows = np.flatnonzero((wanted >= span.start) & (wanted < span.stop))
+    outputs = np.flatnonzero((wanted >= span.start) & (wanted < span.stop))
+    sequences, rows = np.unique(step.rows[span], return_inverse=True)
+    before, slots, works = _before(step, span), step.state_slots, step.sampling
     part = Step(
         step.kind,
         step.token_ids[span],
         step.positions[span],
-        step.rows[span],
-        step.page_tables,
-        (wanted[rows] - span.start).astype(np.int32),
-        state_slots=step.state_slots,
-        previous_tokens=_before(step, span),
+        rows.astype(np.int32),
+        step.page_tables[sequences],
+        (wanted[outputs] - span.start).astype(np.int32),
+        state_slots=None if slots is None else slots[sequences],
+        previous_tokens=None if before is None else before[sequences],
+        sampling=None if works is None else tuple(works[i] for i in outputs),
     )
-    return part, rows.tolist()
+    return part, outputs.tolist()
 
 
 def _before(step: Step, span: slice) -> I32 | None:

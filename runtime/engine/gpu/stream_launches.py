@@ -16,7 +16,14 @@ from ops.gpu.streams import (
     gated_mean_grid,
     sinkhorn_input,
 )
+from runtime.engine.gpu.gated_launches import Entry, add_gated, enters_by_parts
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
+from runtime.engine.gpu.mixed_launches import (
+    Mixed,
+    add_mean_of_mixed,
+    add_mixed,
+    takes_few_mixed,
+)
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes
 from runtime.engine.gpu.row_launches import NOTHING_PENDING, add_norm
 from runtime.models.model import Model
@@ -87,6 +94,8 @@ class SeveralStreams:
         self.x = x
         self._parts, self._n = parts, parts.model.spec.n_embd
         self._returns = {"returning": kernels.RETURN_TO_ALL, "returns": 0, "returns_stride": 0}
+        self._mixed: Mixed | None = None
+        self._takes_few = takes_few_mixed(parts)
 
     def enter(
         self,
@@ -104,6 +113,9 @@ class SeveralStreams:
             self._gated(name, weight, streams, out, pending, outputs)
         elif isinstance(streams, SinkhornStreams):
             self._sinkhorn(name, weight, streams, out, pending)
+        elif self._mixed is not None and pending and not outputs:
+            parts, forms = self._parts, _forms(out)
+            add_mean_of_mixed(parts, name, self.x, weight, self._mixed, pending, forms)
         else:
             self._enter(name, kernels.ENTER_MEAN, weight, out, pending, outputs)
 
@@ -121,6 +133,11 @@ class SeveralStreams:
         outputs: bool,
     ) -> None:
         parts, flat, n_low = self._parts, self._flat(), streams.down.n_out
+        if enters_by_parts(parts, streams):
+            entry = Entry(name, streams, norm, self.x, outputs)
+            returns = add_gated(parts, entry, flat, out, pending, self._returns)
+            self._return_by(kernels.RETURN_GATED, returns, N_STREAM)
+            return
         n, n_rows, count = self._n, *self._rows(outputs)
         products = [Product(streams.down)]
         inject_at = -(-n_low // FLOATS) * FLOATS
@@ -157,28 +174,39 @@ class SeveralStreams:
         out: DeviceRows,
         pending: Mapping[str, int],
     ) -> None:
-        parts, flat, block = self._parts, self._flat(), block_of(self._n)
+        parts, flat = self._parts, self._flat()
+        if self._takes_few:
+            returning, before, forms = self._returns["returning"], self._mixed, _forms(out)
+            self._mixed = add_mixed(
+                parts, name, self.x, norm, streams, before, returning, pending, forms
+            )
+            return
         want_inputs(parts, [streams.mix], flat)
         self._enter(f"{name}_streams", kernels.ENTER_MIXED, 0, flat, pending, outputs=False)
         n_mix, count, n = streams.mix.n_out, parts.token_count, parts.n_tokens
         mix = parts.room.place("stream mix", 4 * n * n_mix)
         products = [Product(streams.mix)]
         add_products(parts, f"{name}_streams_mix", products, flat, Output(mix, n_mix), count, n)
+        self._input(f"{name}_input", Mixed(mix, streams), norm, _forms(out))
+
+    def _input(self, name: str, mixed: Mixed, norm: int, forms: Mapping[str, int] | None) -> None:
+        """How the block's result returns, and with `forms` the block's input."""
+        parts, n, streams = self._parts, self._parts.n_tokens, mixed.streams
         returns = parts.room.place("stream returns", 4 * n * N_RETURNS)
         parts.plan.add(
-            f"{name}_input",
-            sinkhorn_input(block, overlapped=parts.overlapped),
-            (2, n),
+            name,
+            sinkhorn_input(block_of(self._n), overlapped=parts.overlapped),
+            (1 if forms is None else 2, n),
             {
                 "x": self.x,
                 "n": self._n,
-                "count": count,
-                "mix": mix,
+                "count": parts.token_count,
+                "mix": mixed.mix,
                 "base": parts.weights.vector(streams.base),
                 "scales": parts.weights.vector(streams.scale),
                 "weight": norm,
                 "returns": returns,
-                **_forms(out),
+                **(forms or _NO_FORMS),
                 "n_iterations": streams.n_iterations,
                 "epsilon": streams.epsilon,
                 "eps": parts.model.spec.eps,
@@ -197,6 +225,8 @@ class SeveralStreams:
         outputs: bool,
     ) -> None:
         parts, (n_rows, count) = self._parts, self._rows(outputs)
+        if pending and self._mixed is not None:
+            self._input(f"{name}_returns", self._mixed, 0, None)
         returns = self._returns if pending else _NO_RETURNS
         parts.plan.add(
             name,
@@ -244,6 +274,7 @@ class SeveralStreams:
 
     def _return_by(self, kind: int, address: int, stride: int) -> None:
         self._returns = {"returning": kind, "returns": address, "returns_stride": stride}
+        self._mixed = None
 
 
 def begin_residual(parts: PlanParts, embeddings: int) -> tuple[Residual, Mapping[str, int]]:
@@ -261,6 +292,8 @@ def continue_residual(parts: PlanParts, x: int) -> Residual:
 
 
 _NO_RETURNS = {"returning": kernels.RETURN_NOTHING, "returns": 0, "returns_stride": 0}
+
+_NO_FORMS = {"out_f32": 0, "q8_256": 0, "q8_32": 0}
 
 
 def _forms(out: DeviceRows) -> dict[str, int]:

@@ -59,7 +59,7 @@ def _obstacles(model: Model) -> Iterator[str]:
     spec = model.spec
     yield from _unknown_parts(spec)
     yield from stream_obstacles(model)
-    yield from memory_obstacles(spec)
+    yield from memory_obstacles(model)
     if spec.n_embd % ROW_VALUES or spec.n_embd > MAX_N:
         yield f"rows of {spec.n_embd} values"
     for tensor in (spec.token_embedding, *(linear.weight for linear in spec.linears)):

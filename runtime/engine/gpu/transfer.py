@@ -50,15 +50,16 @@ class Transfer:
 
 def transfer_all(
     device: Device, transfers: Sequence[Transfer], moved: Callable[[int], object] = int
-) -> None:
+) -> int:
     """Carry out all of them.  `moved` gets the bytes of each piece, on the caller's thread.
 
+    Returns how many bytes of a map the driver would not register: they went by way of buffers.
     Raises: PinningFailed, CudaError; whatever `moved` raises.
     """
     registers = device.info.registers_host and device.info.registers_read_only
     pieces = [piece for transfer in transfers for piece in _pieces(transfer, maps=registers)]
     if not pieces:
-        return
+        return 0
     largest = max(len(piece.data) for piece in pieces)
     with ExitStack() as resources:
         carrier = _Carrier(device, min(largest, PIECE_BYTES), resources)
@@ -70,6 +71,7 @@ def transfer_all(
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
+    return carrier.refused_bytes
 
 
 def transfer_of(address: int, weight: Weight) -> Transfer:
@@ -92,6 +94,11 @@ class _Carrier:
     def __init__(self, device: Device, stage_bytes: int, resources: ExitStack) -> None:
         self._device, self._stage_bytes, self._resources = device, stage_bytes, resources
         self._own = local()
+        self._refused: list[int] = []
+
+    @property
+    def refused_bytes(self) -> int:
+        return sum(self._refused)
 
     def carry(self, piece: Transfer) -> int:
         """Its bytes.  Raises: PinningFailed, CudaError."""
@@ -108,6 +115,7 @@ class _Carrier:
         try:
             pages = RegisteredMemory(self._device, piece.data, "loading", read_only=True)
         except PinningFailed:
+            self._refused.append(len(piece.data))
             return False
         with pages:
             self._send(piece, pages.host)

@@ -102,8 +102,8 @@ class WeightMemory(DeviceWeights):
         self._buffer = DeviceBuffer(device, max(self.n_bytes, 1), "weights")
         self._base = self._buffer.address
 
-    def load(self, moved: Callable[[int], None]) -> None:
-        """Move everything to the GPU; `moved` gets the bytes of each piece.
+    def load(self, moved: Callable[[int], None]) -> int:
+        """Move everything to the GPU; `moved` gets the bytes of each piece.  See `transfer_all`.
 
         Raises: PinningFailed, CudaError; whatever `moved` raises.
         """
@@ -111,7 +111,7 @@ class WeightMemory(DeviceWeights):
         for name in self._vectors:
             values = self._weights[name].to_f32().astype(np.float32)
             transfers.append(Transfer(self.vector(name), flat(values)))
-        transfer_all(self._buffer.device, transfers, moved)
+        return transfer_all(self._buffer.device, transfers, moved)
 
     def close(self) -> None:
         self._buffer.close()

@@ -1,4 +1,4 @@
-"""hand_over and take_over: rows, flags and words after the other side was there, or was not.
+"""hand_over, take_over, take_tokens: what they wrote after the other side was there, or was not.
 
 The result of a case is all that the kernel may write.
 """
@@ -21,8 +21,11 @@ from ops.gpu.handover import (
     hand_over_reference,
     take_over,
     take_over_reference,
+    take_tokens,
+    take_tokens_reference,
 )
 from ops.gpu.kernel import Kernel
+from ops.gpu.step_io import RING
 from tests.support.cases.case import Array, Case, Outcome
 from tests.support.machines import Machine
 
@@ -138,6 +141,68 @@ def run_take_over(shape: Shape, machine: Machine) -> Outcome:
     return sides.outcome(x, expected, taken)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A step whose tokens are known, or stand for rows of the step before.
+
+    behind   how many steps the last GPU's word is behind that one; < 0: ahead
+    """
+
+    token_ids: tuple[int, ...]
+    epoch: int
+    behind: int = 0
+    stopped: bool = False
+
+
+CHOICES = {
+    "one token": Choice((-1,), 1),
+    "some of four, one known": Choice((-2, 7, -4), 6, behind=-1),
+    "more than threads": Choice(tuple(range(-40, 0)), 2),
+    "around the end of the numbers": Choice((-3, -1), 0, behind=-2),
+    "all known": Choice((5, 0), 9, behind=1),
+    "stopped": Choice((-1, -2), 9, behind=1, stopped=True),
+    "in vain": Choice((-2,), 2**32 - 1, behind=3),
+}
+
+
+def run_take_tokens(choice: Choice, machine: Machine) -> Outcome:
+    """Into a row of tokens of which the others must stay as they are, and so the words."""
+    rng, n_rows = np.random.default_rng(7), 48
+    here = choice.behind <= 0
+    source = rng.integers(0, 1 << 30, (RING, n_rows), np.int32)
+    tokens = rng.integers(0, 1 << 30, n_rows, np.int32)
+    words = np.zeros(WORDS_BYTES // 4, np.uint32)
+    words[BEAT // 4], words[STOP // 4] = 77, choice.stopped
+    ids = np.array(choice.token_ids, np.int32)
+    count = np.array([len(ids)], np.uint32)
+    done = np.array([(choice.epoch - 1 - choice.behind) % 2**32], np.uint32)
+    place = partial(machine.place, writable=False)
+    tokens_at, words_at = machine.place(tokens), machine.place(words)
+    machine.launch(
+        take_tokens(),
+        (1,),
+        {
+            "epoch": place(np.array([choice.epoch], np.uint32)),
+            "count": place(count),
+            "token_ids": place(ids),
+            "done": place(done),
+            "source": place(source),
+            "stride": 4 * n_rows,
+            "tokens": tokens_at,
+            "words": words_at,
+            "patience": PATIENCE_NS,
+            "link": LINK,
+        },
+    )
+    expected = take_tokens_reference(source, tokens, ids, choice.epoch, here=here)
+    if not here and min(choice.token_ids) < 0:
+        words[FAILED // 4 :][:2] = choice.epoch, LINK
+    result = [machine.read(at, np.uint8, n) for at, n in ((tokens_at, 4 * n_rows), (words_at, 128))]
+    return Outcome(
+        np.concatenate(result), np.concatenate([expected.view(np.uint8), words.view(np.uint8)])
+    )
+
+
 def cases() -> Iterator[Case]:
     """Small ones for the interpreter; real sizes for a GPU."""
     for shapes, large in ((SMALL, False), (LARGE, True)):
@@ -146,3 +211,5 @@ def cases() -> Iterator[Case]:
             for overlapped in (False, True):
                 kernel = hand_over(overlapped=overlapped)
                 yield Case(name, kernel, partial(run_hand_over, shape, kernel), large)
+    for name, choice in CHOICES.items():
+        yield Case(name, take_tokens(), partial(run_take_tokens, choice))

@@ -109,6 +109,7 @@ def run_keys(s: Keys, overlapped: bool, m: Machine) -> Outcome:
             "eps": EPS,
             "key_eps": KEY_EPS,
             "magnitude": 1.0,
+            "late": int(s.layer),
         },
     )
     normed = token_key_reference(keys[:, :dim], norm, bias if s.layer else None, KEY_EPS)
@@ -204,6 +205,7 @@ def run_scores(s: Scores, overlapped: bool, m: Machine) -> Outcome:
             "max_blocks": scores.shape[1],
             "tokens": s.tokens,
             "scale": 0.25,
+            "late": int(s.tokens > 1),
         },
         shared_bytes=index_scores_shared_bytes(n_head, dim, s.tokens),
     )
@@ -276,6 +278,7 @@ def run_select(
             "mask_stride": masks.shape[1],
             "block": block,
             "n_best": n_best,
+            "late": int(equals),
         },
     )
     for token, position in enumerate(positions):

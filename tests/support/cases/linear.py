@@ -9,7 +9,7 @@ import numpy as np
 
 from ops.arithmetic import activation_layout, quantize_rows
 from ops.gpu.linear import Segment, launches, linear, linear_reference, segments
-from ops.gpu.row_launch import GPU_FORMATS, RowLaunch, best_launch, is_float
+from ops.gpu.row_launch import GPU_FORMATS, PAIRED_VALUES, RowLaunch, best_launch, is_float
 from ops.quants import FORMATS, BlockFormat
 from tests.support.blocks import random_rows
 from tests.support.cases.case import Case, Outcome
@@ -79,6 +79,7 @@ def run_linear(
             "scales_offset": scales_offset,
             "sums_offset": sums_offset,
             "record_bytes": record_bytes,
+            "late": len(rows) % 2,
         },
         shared_bytes=launch.shared_bytes(fmt, n),
     )
@@ -89,11 +90,17 @@ def cases() -> Iterator[Case]:
     """Small shapes for the catalog's variants; real ones for the best team."""
     for launch, fmt in launches():
         for n, rows in small(fmt):
-            yield _case(fmt, launch, n, rows)
+            width = -(-n // PAIRED_VALUES) * PAIRED_VALUES if launch.paired else n
+            yield _case(fmt, launch, width, rows)
     for name in GPU_FORMATS:
         fmt = FORMATS[name]
         for n, rows in LARGE_FLOAT if is_float(fmt) else LARGE:
             yield _case(fmt, best_launch(fmt, n), n, rows, large=True)
+    for launch, fmt in launches():
+        if launch.paired:
+            yield _case(fmt, launch, 5120, (4096, 512), large=True)
+        elif launch.eager:
+            yield _case(fmt, launch, 10240, (320,), large=True)
 
 
 def _case(

@@ -53,6 +53,8 @@ class Shape:
 SMALL = {
     "one token": Shape(1, 1, 8, 96, 320, 3, forecast_bytes=80),
     "no miss": Shape(2, 4, 3, 32, 64, 0),
+    "no miss, a forecast": Shape(2, 4, 3, 32, 64, 0, n_blocks=2, forecast_bytes=5120),
+    "a forecast of a failed step": Shape(2, 4, 3, 32, 64, 0, state=(0, EPOCH), forecast_bytes=80),
     "a failed step": Shape(2, 4, 3, 32, 64, 1, state=(0, EPOCH)),
     "behind a failed step": Shape(2, 4, 3, 32, 64, 1, ahead=True),
     "ahead": Shape(1, 1, 3, 32, 64, 1, state=(0, EPOCH - 2), ahead=True),
@@ -117,10 +119,14 @@ def run(shape: Shape, machine: Machine) -> Outcome:
         machine.read(places["state"], np.uint8, STATE_BYTES),
     ]
     state = np.array([*shape.state, 0, 0], np.uint32)
-    if missing and shape.state[1] != EPOCH and not (shape.ahead and shape.state[1] == EPOCH - 1):
-        _post(shared, layout, missing, choices, records[: shape.n_tokens])
-        shared[exchange.FORECAST :][:4] = np.array([FORECAST_STRIDE], np.uint32).view(np.uint8)
+    runs = shape.state[1] != EPOCH and not (shape.ahead and shape.state[1] == EPOCH - 1)
+    if runs and (missing or len(forecast)):
+        _store(shared, exchange.N_TOKENS, shape.n_tokens)
+        _store(shared, exchange.FORECAST, FORECAST_STRIDE)
+        _store(shared, exchange.FORESEEN, NUMBER - 1 if missing else NUMBER)
         shared[layout.forecasts_offset :][: len(forecast)] = forecast
+    if runs and missing:
+        _post(shared, layout, missing, choices, records[: shape.n_tokens])
         if shape.silent:
             shared[exchange.FAILED :][:8] = np.array([EPOCH, LAYER], np.uint32).view(np.uint8)
             state[1] = EPOCH
@@ -151,12 +157,16 @@ def _post(
     memory: Array, layout: ExchangeLayout, missing: list[int], choices: Array, records: Array
 ) -> None:
     """What the kernel hands over."""
-    memory[exchange.POSTED :][:4] = np.array([NUMBER], np.uint32).view(np.uint8)
-    header = np.array([len(missing), len(records)], np.uint32)
-    memory[exchange.N_MISSES :][:8] = header.view(np.uint8)
+    _store(memory, exchange.POSTED, NUMBER)
+    _store(memory, exchange.N_MISSES, len(missing))
     pairs = np.array(missing, np.uint32) | choices[missing].astype(np.uint32) << 16
     memory[exchange.MISSES :][: pairs.nbytes] = pairs.view(np.uint8)
     memory[layout.records_offset :][: records.size] = records.reshape(-1)
+
+
+def _store(memory: Array, at: int, value: int) -> None:
+    """A u32 word."""
+    memory[at:][:4] = np.array([value], np.uint32).view(np.uint8)
 
 
 def cases() -> Iterator[Case]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ops.gpu.kernel import Kernel
 from ops.gpu.router import (
+    ROUTE_BLOCKS,
     SIGMOID,
     SOFTMAX_SELECTED,
     Routing,
@@ -19,6 +20,7 @@ from ops.gpu.router import (
     in_place,
     in_place_word,
     route,
+    route_block,
     route_reference,
     sigmoid,
 )
@@ -62,6 +64,7 @@ SMALL = {
     "softmax in groups": Setting(40, Routing(5, n_groups=4, n_groups_used=2)),
     "some in place": Setting(128, Routing(8, renormalise=True), every=3),
     "chosen first, every other one in place": Setting(32, Routing(4, SOFTMAX_SELECTED), every=2),
+    "softmax of 600": Setting(600, Routing(3)),
     "groups of one": Setting(8, Routing(3, SIGMOID, 8, 4), biased=True),
 }
 
@@ -200,12 +203,14 @@ def _joined(parts: list[Array]) -> Array:
 def cases() -> Iterator[Case]:
     """The small settings alone and overlapped; real sizes alone."""
     for overlapped in (False, True):
-        kernel = route(overlapped=overlapped)
-        for name, setting in SMALL.items():
-            yield Case(name, kernel, partial(run_route, setting, kernel))
+        for block in ROUTE_BLOCKS:
+            kernel = route(block, overlapped=overlapped)
+            for name, setting in SMALL.items():
+                yield Case(name, kernel, partial(run_route, setting, kernel))
         yield from _groups(group(overlapped=overlapped), [(40, 70, 3), (600, 200, 8)])
     for name, setting in LARGE.items():
-        yield Case(name, route(), partial(run_route, setting, route()), large=True)
+        kernel = route(route_block(setting.n_expert))
+        yield Case(name, kernel, partial(run_route, setting, kernel), large=True)
     yield from _groups(group(), [(128, 31, 8), (128, 4096, 8), (512, 8192, 10)], large=True)
 
 

@@ -1,4 +1,4 @@
-"""enter_streams, gated_mean, sinkhorn_input: each way to return and to enter, each form."""
+"""The kernels of residual streams: each way to return and to enter, each form."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -228,12 +229,17 @@ def only(instruction: Instruction, *allowed: str) -> None:
 
 
 def _check_type(register: Register, type_: str) -> None:
-    declared, wanted = register.type, type_
-    fits = SIZES[declared] == SIZES[wanted] and (declared == "pred") == (wanted == "pred")
+    if not _fits(register.type, type_):
+        raise PtxError(f"{register.name} of type {register.type} is used as {type_}")
+
+
+@cache
+def _fits(declared: str, wanted: str) -> bool:
+    """Whether a register declared as one type may be used as the other."""
+    alike = SIZES[declared] == SIZES[wanted] and (declared == "pred") == (wanted == "pred")
     floats = is_float(declared), is_float(wanted)
     mixed = floats[0] != floats[1] and "b" not in (declared[0], wanted[0]) and wanted != "f16x2"
-    if not fits or mixed:
-        raise PtxError(f"{register.name} of type {declared} is used as {wanted}")
+    return alike and not mixed
 
 
 def _bits(type_: str) -> Any:

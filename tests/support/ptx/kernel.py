@@ -19,6 +19,9 @@ LANES = 32
 THREADS_AT_ONCE = 32768
 """Blocks run side by side up to this many threads, the rest after them."""
 
+PARSED_TEXTS = 512
+"""Kept: the models of many tests have the same kernels."""
+
 Dim = tuple[int, ...]
 Argument = int | float | bytes
 
@@ -33,7 +36,7 @@ def load(text: str, name: str = "text") -> dict[str, Kernel]:
     return {key: Kernel(module, kernel) for key, kernel in module.kernels.items()}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PARSED_TEXTS)
 def _parsed(text: str, name: str) -> ModuleText:
     return parse(text, name)
 

@@ -97,14 +97,17 @@ class Machine:
         self.arrivals: dict[tuple[int, int], int] = {}
         """Threads that passed `bar.arrive`, by (block, barrier)."""
         self.block_size = np.bincount(frame.shared.block_of[alive])
-        self.steps = [bind(instruction, frame) for instruction in body.instructions]
-        self.kinds = [kind_of(instruction) for instruction in body.instructions]
-        self.predicates = [
-            None if i.predicate is None else frame.source(i.predicate, "pred")
-            for i in body.instructions
-        ]
-        self.targets = [self._target(instruction) for instruction in body.instructions]
-        self.masks = [self._mask(instruction) for instruction in body.instructions]
+        n = len(body.instructions)
+        self.steps: list[Step | None] = [None] * n
+        self.predicates: list[Source | None] = [None] * n
+        self.masks: list[Source | None] = [None] * n
+        if not body.kinds:  # the first launch looks at every instruction, others at what they reach
+            kinds = [kind_of(instruction) for instruction in body.instructions]
+            body.targets = [self._target(instruction) for instruction in body.instructions]
+            for place in range(n):
+                self._bind(place)
+            body.kinds = kinds
+        self.kinds, self.targets = body.kinds, body.targets
 
     def run(self) -> None:
         """Run until every thread has left.
@@ -115,6 +118,18 @@ class Machine:
         with np.errstate(all="ignore"):
             while self.alive.any():
                 self._run_lowest()
+
+    def _step(self, place: int) -> Step:
+        return self.steps[place] or self._bind(place)
+
+    def _bind(self, place: int) -> Step:
+        """Bind the instruction, its predicate and its mask to the frame."""
+        instruction = self.body.instructions[place]
+        step = self.steps[place] = bind(instruction, self.frame)
+        if instruction.predicate is not None:
+            self.predicates[place] = self.frame.source(instruction.predicate, "pred")
+        self.masks[place] = self._mask(instruction)
+        return step
 
     def _run_lowest(self) -> None:
         ready = self.alive & ~self.waiting
@@ -140,7 +155,7 @@ class Machine:
             self.frame.ticks += 1
             if self.frame.ticks > self.max_steps:
                 self._stuck("the kernel does not end")
-            kind, step = self.kinds[place], self.steps[place]
+            kind, step = self.kinds[place], self._step(place)
             predicate = self.predicates[place]
             try:
                 if predicate is None:
@@ -187,7 +202,7 @@ class Machine:
             self.waiting[self.waiting & (self.at_barrier == -1)] = False  # who is missing changed
             return None
         if kind == YIELD:
-            self.steps[place](active)
+            self._step(place)(active)
             self.yielded[acting] = True
             return None
         if kind == WARP:
@@ -236,7 +251,7 @@ class Machine:
         if self.kinds[place] == WARP and instruction.stem in ("bar", "barrier"):
             self.frame.shared.epoch[active] += 1
         else:
-            self.steps[place](active)
+            self._step(place)(active)
 
     def _barrier(self, place: int, acting: Array) -> None:
         """A barrier of the block: wait, or let all go on if these are the last."""

@@ -189,10 +189,10 @@ class Shared:
         self.block_of = block_of
         self.warp_of = warp_of
         size = n_blocks * self.stride
-        self.writer, self.reader = np.full(size, -1), np.full(size, -1)
+        self.writer, self.reader = (np.full(size, -1, np.int32) for _ in range(2))
         self.read_twice = np.zeros(size, bool)
-        self.written_at = np.zeros(size, np.int64)
-        self.read_at = np.zeros(size, np.int64)
+        self.written_at = np.zeros(size, np.int32)
+        self.read_at = np.zeros(size, np.int32)
         self.epoch = np.zeros(len(block_of), np.int64)
         """Warp barriers that each thread has passed."""
 

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tests.support.ptx.errors import PtxError
 
@@ -99,15 +100,15 @@ class Instruction:
     place: str
     code: str
 
-    @property
+    @cached_property
     def stem(self) -> str:
         return self.opcode.split(".")[0]
 
-    @property
+    @cached_property
     def modifiers(self) -> list[str]:
         return self.opcode.split(".")[1:]
 
-    @property
+    @cached_property
     def type(self) -> str:
         """The last type of the opcode."""
         return self.opcode.rsplit(".", 1)[-1]
@@ -131,12 +132,17 @@ class Variable:
 
 @dataclass
 class Body:
-    """What the braces of a kernel hold."""
+    """What the braces of a kernel hold.
+
+    kinds, targets  of each instruction, once a launch has found all of them sound; see `Machine`
+    """
 
     registers: dict[str, str] = field(default_factory=dict)
     labels: dict[tuple[int, str], int] = field(default_factory=dict)
     variables: dict[tuple[int, str], Variable] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
 
 
 _LEXER = re.compile(

@@ -1,0 +1,43 @@
+"""Prompts that kernels for single tokens read: what their users should know, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runtime.engine.gpu.launch_plan import PlannedLaunch
+from runtime.engine.gpu.step_shape import StepShape
+from runtime.engine.step import StepKind
+
+PROMPT_TOKENS = 64
+"""Of a step that is meant to read a prompt quickly."""
+
+DELTA_NET = (
+    "delta nets read prompts token by token: the kernel that takes 16 at a time needs 69 KiB of "
+    "shared memory a block and, where each key has a decay of its own, a floor of these"
+)
+ATTENTION = (
+    "the tokens of prompts attend one by one: the kernels for prompts do not take these heads with "
+    "this cache type, or do not fit a block's shared memory; a cache type of f16 may help"
+)
+
+
+def slow_launches(shape: StepShape, launches: list[PlannedLaunch]) -> Iterator[str]:
+    """Why a step reads its prompt more slowly than others, a text a launch.
+
+    Where an indexer chooses from keys with values of their own, each token has its own, so that it
+    attends alone is no such reason.
+    """
+    if shape.kind is not StepKind.PREFILL or shape.n_tokens < PROMPT_TOKENS:
+        return
+    alone = ("attention", "latent_decode")
+    latent = {_layer(launch) for launch in launches if launch.kernel.entry == "latent_heads"}
+    for launch in launches:
+        entry = launch.kernel.entry
+        if entry == "delta_net":
+            yield DELTA_NET
+        elif entry in alone and ("lists" not in launch.arguments or _layer(launch) in latent):
+            yield ATTENTION
+
+
+def _layer(launch: PlannedLaunch) -> str:
+    return launch.name.partition(".")[0]

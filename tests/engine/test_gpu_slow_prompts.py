@@ -1,0 +1,52 @@
+"""A model whose prompts kernels for single tokens read says so when it is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runtime.engine.gpu.slow_prompts import ATTENTION, DELTA_NET
+from runtime.models import open_model
+from runtime.notices import Notices, Reason
+from tests.engine.test_gpu_executor import executor_of
+from tests.support.fake_driver import FakeDriver
+from tests.support.stub_kernels import StubKernels
+from tests.support.tiny_attention_models import gpt_oss
+from tests.support.tiny_model import TinyModel
+from tests.support.tiny_recurrent_models import glm5_next, qwen4exp, qwen35
+
+
+def without_floor() -> TinyModel:
+    model = glm5_next(latent=512)
+    del model.metadata["glm5-next.kda.gate_lower_bound"]
+    return model
+
+
+MODELS = {
+    "glm": (glm5_next(latent=512), "f16", set()),
+    "glm, decays without a floor": (without_floor(), "f16", {DELTA_NET}),
+    "glm, latents in q8_0": (glm5_next(latent=512), "q8_0", {ATTENTION}),
+    "gpt-oss": (gpt_oss(), "f16", set()),
+    "one decay a head": (qwen35(), "f16", set()),
+    "an indexer's lists": (qwen4exp(), "f16", set()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_notices(name: str, tmp_path: Path) -> None:
+    tiny, cache_type, expected = MODELS[name]
+    notices = Notices()
+    fake = FakeDriver(memory_bytes=1 << 30)
+    fake.kernels = StubKernels()
+    settings = {
+        "cache_type_k": cache_type,
+        "cache_type_v": cache_type,
+        "n_threads": 1,
+        "exchange_rounds": 0,
+        "notices": notices,
+    }
+    with open_model(tiny.write(tmp_path / "model.gguf")) as model:
+        async with executor_of(model, tmp_path, fake, **settings):
+            found = {n.text for n in notices.all if n.reason is Reason.SLOW_PROMPTS}
+    assert found == expected
