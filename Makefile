@@ -8,7 +8,7 @@ check:
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 test:
 	$(PY) -m pytest $(if $(K),-k $(K))

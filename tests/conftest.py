@@ -22,8 +22,11 @@ def no_usage_profile() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels_compiled_beside_the_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Before a long run, a process of its own begins with what later tests would wait for."""
-    if len(request.session.items) < MANY_TESTS:
+    """Before a long run, a process of its own begins with what later tests would wait for.
+
+    Where several processes run tests, they leave no core to it.
+    """
+    if len(request.session.items) < MANY_TESTS or hasattr(request.config, "workerinput"):
         yield
         return
     command = [sys.executable, "-m", "tests.support.compile_products"]

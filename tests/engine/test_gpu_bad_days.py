@@ -215,7 +215,12 @@ async def launched(gpu: BadDriver) -> None:
 async def test_workers_that_are_late_fail_the_request_and_the_next_one_works(
     params: SamplingParams, path: Path, gpu: BadDriver
 ) -> None:
-    """In the prompt's step, then in one of a generated token."""
+    """In the prompt's step, then in one of a generated token.
+
+    Where steps run ahead, a good step counts as lost too if the one behind it has failed before
+    the host looked: the GPU's word for the one may have hidden one for the other.
+    """
+    n_doubted = 1 if params is GREEDY else 0
     async with open_engine(config_of(path, **HYBRID)) as engine:
         for n_good in (0, 1, 2):
             tokens: list[int | None] = []
@@ -223,7 +228,7 @@ async def test_workers_that_are_late_fail_the_request_and_the_next_one_works(
             with pytest.raises(ExchangeStalled, match="MoE layer 0"):
                 async for token in engine.generate([5, 70], params, reuse_prefix=False):
                     tokens.append(token.id)
-            assert len(tokens) == n_good
+            assert n_good - n_doubted <= len(tokens) <= n_good
             impatient_after(gpu, -1)
             assert await read(engine, params) is not None
         assert engine.statistics().counters.requests_failed == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_kernels_assemble_without_spills(
     kernel = KERNELS[name]
     for architecture in architectures_of(name, kernel):
         resources = assemble(kernel.text, architecture)[kernel.entry]
-        record_property(architecture, resources)
+        record_property(architecture, asdict(resources))
         assert resources.registers and not resources.spill_bytes, (architecture, resources)
 
 
