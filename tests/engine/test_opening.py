@@ -170,6 +170,8 @@ import os, signal, sys, time
 from runtime.commands import main
 from runtime.engine import opening
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def open_placed(config, progress):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1000)
