@@ -38,8 +38,6 @@ from runtime.profiling.record import Part
 I32 = NDArray[np.int32]
 
 POSITION = 64
-SPARE = 8
-"""Experts of a layer without a slot: as many as are made to miss at most."""
 
 
 class Fixed:

@@ -18,6 +18,8 @@ TRIAL_STEPS = 48
 """That are timed each way; steps differ by what they miss."""
 REST_STEPS = 2048
 """Until it is tried again."""
+UNREADABLE = "not every expert is pinned, or no kernel reads their format"
+ASKED_FOR = "asked for"
 CPU = "cpu"
 AUTO = "auto"
 
@@ -51,7 +53,7 @@ class MissRule:
         self.rates, self._given = rates, given
         self.every = 0
         """What is in force."""
-        self.why = "asked for" if given is not None else "not looked at yet"
+        self.why = ASKED_FOR if given is not None else "not looked at yet"
         self._phase, self._tried = _Phase.RESTING, 0
         self._times: list[float] = []
         self._without = 0.0
@@ -70,7 +72,7 @@ class MissRule:
         seen: what the rates are by now, and what tokens miss (see `MissRates.of_token`)
         """
         if self._given is not None:
-            return self._changed(self._given)
+            return None if self._rest else self._changed(self._given)
         if self._phase is _Phase.RESTING:
             return self._look(seen) if not self._rest else None
         if len(self._times) < TRIAL_STEPS:
@@ -83,6 +85,19 @@ class MissRule:
         gain = 1 - found / self._without
         self.why = f"tried one of {self._tried} in place: steps {100 * gain:+.1f} % quicker"
         return self._changed(self._tried if gain >= LEAST_GAIN else 0)
+
+    def answered(self, every: int, *, done: bool) -> str | None:
+        """What was wanted is in force, or cannot be; returns what the user, who asked for it, has
+        to know."""
+        self.every = every if done else 0
+        if done:
+            self.why = self.why if self._given is None else ASKED_FOR
+            return None
+        self._phase, self._rest, self._times = _Phase.RESTING, TRIAL_STEPS, []
+        self.why = f"one of {every} in place cannot be: {UNREADABLE}"
+        if self._given is None:
+            return None
+        return f"misses = {every}: the CPU serves all of them: {UNREADABLE}"
 
     def _look(self, seen: Callable[[MissRates], tuple[MissRates, F64]]) -> int | None:
         self.rates, spread = seen(self.rates)

@@ -17,6 +17,7 @@ from runtime.cuda.driver import initialized
 from runtime.experts.cached_experts import CachedExperts
 from runtime.experts.self_test import SelfTest
 from runtime.experts.totals import ON_CPU, ON_GPU
+from runtime.notices import Reason
 from tests.support.block_models import BLOCK_MODELS
 from tests.support.fake_driver import FakeDriver
 
@@ -71,6 +72,20 @@ async def test_a_rule_that_is_asked_for_holds_from_the_first_step(model: Path) -
         facts = run.executor.describe()
         assert facts["expert_misses"] == "the CPU, one of 2 in place: asked for"
         assert int(str(facts["expert_in_place_reads"])) > 0
+
+
+async def test_a_rule_that_cannot_hold_is_told(model: Path) -> None:
+    """Experts that stay in the file's map are not pinned, so no GPU reads them in place."""
+    settings = {**SETTINGS, "moe_cache": (("misses", "2"),), "load_mode": "mmap"}
+    async with run_of(model, "cuda", 1, 16, **settings) as run:
+        text = recorded_ids(8, run.limits.n_vocab)
+        for at in range(3):
+            await run.decode([text], at)
+        executor: Any = run.executor
+        assert "cannot be" in str(executor.describe()["expert_misses"])
+        notices = executor._parts.planned.settings.notices.all
+        told = [notice for notice in notices if "misses = 2" in notice.text]
+        assert [(notice.reason, notice.count) for notice in told] == [(Reason.UNPINNED, 1)]
 
 
 async def test_tokens_are_forced_while_steps_run_ahead(

@@ -55,7 +55,8 @@ def stepped(rule: MissRule, misses: F64, seconds: Callable[[int], float], n: int
     found = []
     for _ in range(n):
         every = rule.wanted(seen(misses))
-        rule.every = rule.every if every is None else every
+        if every is not None:
+            assert rule.answered(every, done=True) is None
         found.append(rule.every)
         rule.took(seconds(rule.every))
     return found
@@ -108,3 +109,29 @@ def test_what_is_asked_for_holds() -> None:
     rule = MissRule(SLOW_CPU, 3)
     assert rule.wanted(seen(TWO_MISSES)) == 3
     assert MissRule(SLOW_CPU, 0).wanted(seen(TWO_MISSES)) is None
+
+
+def test_what_cannot_be_is_told_and_asked_for_again_later() -> None:
+    rule = MissRule(SLOW_CPU, 3)
+    assert rule.wanted(seen(TWO_MISSES)) == 3
+    told = rule.answered(3, done=False)
+    assert told is not None and "misses = 3: the CPU serves all of them: not every expert" in told
+    assert "cannot be" in str(rule.describe()["expert_misses"])
+    for _ in range(TRIAL_STEPS):
+        assert rule.every == 0 and rule.wanted(seen(TWO_MISSES)) is None
+        rule.took(0.001)
+    assert rule.wanted(seen(TWO_MISSES)) == 3
+    assert rule.answered(3, done=True) is None
+    assert rule.describe()["expert_misses"] == "the CPU, one of 3 in place: asked for"
+
+
+def test_a_trial_that_cannot_be_is_no_trial() -> None:
+    rule = MissRule(SLOW_CPU)
+    assert rule.wanted(seen(TWO_MISSES)) is None
+    for _ in range(TRIAL_STEPS):
+        assert rule.wanted(seen(TWO_MISSES)) is None
+        rule.took(0.001)
+    assert rule.wanted(seen(TWO_MISSES)) == 2
+    assert rule.answered(2, done=False) is None  # nobody asked for it
+    assert rule.every == 0 and rule.wanted(seen(TWO_MISSES)) is None
+    assert "cannot be" in str(rule.describe()["expert_misses"])

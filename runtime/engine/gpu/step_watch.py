@@ -14,6 +14,7 @@ from runtime.experts.hit_check import HitCheck, check_links
 from runtime.experts.miss_rates import F64, MissRates, spread_misses
 from runtime.experts.miss_rule import MissRule
 from runtime.experts.totals import NOBODY, ON_GPU, StepUse
+from runtime.notices import Reason
 
 KEPT = 0.98
 """Of what earlier tokens used, after another one that counts: one of `COUNT_EVERY`."""
@@ -59,7 +60,9 @@ class StepWatch:
         every = None if rule is None else rule.wanted(self._rates_now)
         if rule is not None and every is not None:
             done = await asyncio.to_thread(self._parts.memory.read_in_place, every)
-            rule.every = every if done else 0
+            refused = rule.answered(every, done=done)
+            if refused is not None:
+                self._parts.planned.settings.notices.add(Reason.UNPINNED, refused)
 
     def _count(self, use: Sequence[StepUse]) -> None:
         if len(self._seen) != len(use):
