@@ -8,6 +8,7 @@ import sys
 BENCHMARKS = {
     "agree": "logits of CPU and GPU compared, whatever is cached",
     "batches": "time per token of decode steps by their number of sequences, 1 to 512",
+    "cache_calls": "what the cache of experts costs Python between and beside steps",
     "exchange": "what handing missed experts to the CPU costs a layer",
     "gpus": "one GPU beside all of the machine: speed, hits of each, the same bits",
     "first_request": "the first request after a restart, with a profile and without",
@@ -19,6 +20,7 @@ BENCHMARKS = {
     "prompts": "prompts with experts on the GPU, and with them crossing the link",
     "regress": "speed and text of the working tree beside the last tag",
     "routing": "policies of the expert cache on recorded routing: hits, bytes, predicted ms",
+    "server_start": "seconds from a server's process start until it is ready, and has answered",
     "soak": "mixed requests for minutes: wrong tokens, growth of memory",
     "step": "where a step's time goes on the GPU, by kernel, beside bare reads",
     "streamed": "prompts of models larger than the GPU, as their plan has it, beside the link",

@@ -49,6 +49,13 @@ def _linear(
     return rows * _format(launch).row_bytes(int(a["n"]))
 
 
+def _router(
+    launch: PlannedLaunch, a: Mapping[str, float], shape: StepShape, position: int, read: Read
+) -> int:
+    n_rows = int(a["n_expert"]) + int(a["n_ahead"]) + int(a["gate"] > 0)
+    return n_rows * _format(launch).row_bytes(int(a["n"]))
+
+
 def _gemm(
     launch: PlannedLaunch, a: Mapping[str, float], shape: StepShape, position: int, read: Read
 ) -> int:
@@ -103,6 +110,7 @@ def _mix(
 
 COUNTS = {
     "linear": _linear,
+    "choose_experts": _router,
     "gemm": _gemm,
     "expert_gate_up": _expert,
     "expert_down": _expert,

@@ -158,9 +158,13 @@ async def resize(
 
 
 def memory(gpu: GPUMemory | None) -> dict[str, float]:
-    """MiB of this process in RAM, and of the GPUs' memory that is taken."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found = {"ram_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20}
+    """MiB of this process in RAM, and of the GPUs' memory that is taken.
+
+    Without pages of files: they are others' too, and come and go with who reads them, such as
+    `SlotCheck`.
+    """
+    pages, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    found = {"ram_mib": (pages - of_files) * os.sysconf("SC_PAGE_SIZE") / 2**20}
     return found if gpu is None else found | {"vram_mib": gpu.taken() / 2**20}
 
 

@@ -25,8 +25,12 @@ not wait then, so the forecast and what belongs to it may be a later layer's. A 
 number before its own, lest it fall behind by so much that it seems to be ahead."""
 HEARTBEAT = 128
 """u64 that changes as long as the team is alive."""
+SERVED = 192
+"""u32 number of the layer that the team serves, or waits for: those before it are answered, as far
+as they ever will be."""
 FAILED = 256
-"""u32[2] epoch and layer that the GPU last waited for in vain; epoch 0: none."""
+"""u32[2, 2]: of the even and of the odd steps, the last one in which the GPU waited in vain, as
+`failed_number` has it, and for which layer. Two steps in flight have a place each."""
 MISSES = 512
 """u32[n_slots], slot | expert << 16, ascending by slot; then the records, the forecasts, the
 answers."""
@@ -84,6 +88,11 @@ class ExchangeLayout:
 def sequence(epoch: int, n_layers: int, layer: int) -> int:
     """The number of MoE layer `layer` of `n_layers` in the step `epoch`, which counts from 1."""
     return (epoch * n_layers + layer + 1) % (1 << 32)
+
+
+def failed_number(epoch: int) -> int:
+    """What a step in which the GPU waited in vain leaves in its place, where 0 stands for none."""
+    return epoch | 1
 
 
 def _whole_parts(n_bytes: int) -> int:

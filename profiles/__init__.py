@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from profiles.container import check_own
 from profiles.errors import ProfileError
 from profiles.file_lock import alone_with
+from profiles.recent_use import HALF_LIVES, RecentUse
 from profiles.routing_trace import Phase, RoutingTrace, join, load_trace, save_trace
 from profiles.usage_profile import (
     ModelIdentity,
@@ -15,12 +17,15 @@ from profiles.usage_profile import (
 )
 
 __all__ = [
+    "HALF_LIVES",
     "ModelIdentity",
     "Phase",
     "ProfileError",
+    "RecentUse",
     "RoutingTrace",
     "UsageProfile",
     "alone_with",
+    "check_own",
     "join",
     "load_profile",
     "load_trace",

@@ -9,9 +9,11 @@ packed array is unpacked no further than its shape says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import secrets
+import stat
 import struct
 import time
 import zlib
@@ -58,8 +60,9 @@ def write(
     """Replace `path` by a file of that kind: whoever reads it, at any moment, and after a crash or
     a power cut, finds the old file or the new one.
 
-    packed: compress the arrays.  Raises: OSError.
+    packed: compress the arrays.  Raises: OSError, also where something else is there.
     """
+    check_own(path)
     rows, bodies = [], []
     for name, array in arrays.items():
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
@@ -85,6 +88,8 @@ def read(path: Path, kind: str, max_bytes: int) -> Contents:
 
     Raises: ProfileError for anything else; OSError where the file cannot be read.
     """
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+        raise ProfileError(f"{path}: not a regular file")
     with path.open("rb") as file:
         facts, rows = _header(file, str(path), kind)
         described = [_Row.checked(row, str(path)) for row in rows]
@@ -94,6 +99,19 @@ def read(path: Path, kind: str, max_bytes: int) -> Contents:
         if stored > max_bytes or sum(row.n_bytes for row in described) > max_bytes:
             raise ProfileError(f"{path}: more than {max_bytes} bytes of arrays")
         return Contents(facts, {row.name: row.read(file, str(path)) for row in described})
+
+
+def check_own(path: Path) -> None:
+    """Raises: OSError where there is something that was not written here: a device, a text."""
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return
+    if is_file:
+        with path.open("rb") as file:
+            is_file = MAGIC.startswith(file.read(len(MAGIC)))  # fewer bytes: of one cut off
+    if not is_file:
+        raise FileExistsError(errno.EEXIST, "is not a file of hotexpert's, and stays", str(path))
 
 
 def _header(file: BinaryIO, name: str, kind: str) -> tuple[dict[str, Any], list[object]]:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from profiles import container
 from profiles.errors import ProfileError
+from profiles.recent_use import RecentUse
 
 KIND = "expert usage"
 MAX_BYTES = 64 << 20
@@ -59,11 +61,13 @@ def tensor_hash(tensors: Iterable[TensorRow]) -> str:
 class UsageProfile:
     """counts  u64[n_layers, n_expert]: uses of each expert of each MoE layer, in the layers' order
     n_tokens   tokens that were counted
+    recent     by the last of them; None: not known
     """
 
     model: ModelIdentity
     counts: U64
     n_tokens: int
+    recent: RecentUse | None = None
 
     def __post_init__(self) -> None:
         """Raises: ProfileError for counts of a shape or size that no model has."""
@@ -74,22 +78,30 @@ class UsageProfile:
             raise ProfileError(f"a count above {LARGEST_COUNT}, or counts of another type")
         if not 0 <= self.n_tokens < 1 << 60:
             raise ProfileError(f"{self.n_tokens} tokens")
+        if self.recent is not None and self.recent.rates.shape[1:] != shape:
+            raise ProfileError(f"rates of shape {self.recent.rates.shape}, counts of {shape}")
 
     def merged(self, other: UsageProfile) -> UsageProfile:
-        """Both together.  Raises: ProfileError for profiles of models of different shapes."""
+        """Both together, `other` the later one: recent use is what it says, or not known.
+
+        Raises: ProfileError for profiles of models of different shapes.
+        """
         if self.counts.shape != other.counts.shape:
             raise ProfileError(
                 f"{self.counts.shape} experts and {other.counts.shape} do not belong to one model"
             )
         counts = scaled_down(self.counts + other.counts)
-        return replace(self, counts=counts, n_tokens=self.n_tokens + other.n_tokens)
+        n_tokens = self.n_tokens + other.n_tokens
+        return replace(self, counts=counts, n_tokens=n_tokens, recent=other.recent)
 
     def decayed(self, share: float) -> UsageProfile:
-        """With `share` (0 to 1) of every count, rounded to the nearest.  Raises: ProfileError."""
+        """With `share` (0 to 1) of every count, rounded to the nearest; what the last tokens used
+        stays, unless nothing does.  Raises: ProfileError."""
         if not 0.0 <= share <= 1.0:
             raise ProfileError(f"a share of {share}: use 0 to 1")
         counts = np.rint(self.counts * share).astype(np.uint64)
-        return replace(self, counts=counts, n_tokens=round(self.n_tokens * share))
+        recent = self.recent if share else None
+        return replace(self, counts=counts, n_tokens=round(self.n_tokens * share), recent=recent)
 
 
 def scaled_down(counts: U64) -> U64:
@@ -104,13 +116,17 @@ def scaled_down(counts: U64) -> U64:
 def save_profile(path: Path, profile: UsageProfile) -> None:
     """Write the file, or leave what was there.  Raises: OSError."""
     model = profile.model
-    facts = {
+    facts: dict[str, Any] = {
         "architecture": model.architecture,
         "file_bytes": model.file_bytes,
         "tensor_hash": model.tensor_hash,
         "n_tokens": profile.n_tokens,
     }
-    container.write(path, KIND, facts, {"counts": profile.counts})
+    arrays: dict[str, NDArray[Any]] = {"counts": profile.counts}
+    if profile.recent is not None:
+        facts.update(profile.recent.facts())
+        arrays["rates"] = profile.recent.rates
+    container.write(path, KIND, facts, arrays)
 
 
 def load_profile(path: Path) -> UsageProfile:
@@ -129,6 +145,8 @@ def load_profile(path: Path) -> UsageProfile:
         raise ProfileError(f"{path}: a fact or the counts are missing")
     try:
         identity = ModelIdentity(architecture, file_bytes, hashed)
-        return UsageProfile(identity, counts, n_tokens)
+        rates = contents.arrays.get("rates")
+        recent = None if rates is None else RecentUse.read(facts, rates)
+        return UsageProfile(identity, counts, n_tokens, recent)
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}") from error

@@ -10,11 +10,21 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from ptx.entry import Entry, Param, entries
 
-__all__ = ["ROOT", "Entry", "Param", "PtxSourceError", "entries", "expand", "text_hash"]
+__all__ = [
+    "ROOT",
+    "Entry",
+    "Param",
+    "PtxSourceError",
+    "entries",
+    "expand",
+    "sources_hash",
+    "text_hash",
+]
 
 ROOT = Path(__file__).parent
 """The folder of the kernels; `inc/` in it holds the fragments."""
@@ -54,6 +64,17 @@ def text_hash(text: str) -> str:
     """SHA-256 in hex of what an assembler sees: comments, markers and spacing do not count."""
     code = re.sub(r"//.*|^#.*", "", text, flags=re.MULTILINE)
     return hashlib.sha256(" ".join(code.split()).encode()).hexdigest()
+
+
+@cache
+def sources_hash() -> str:
+    """SHA-256 in hex of all sources and of this file, as they were when it was first asked for: the
+    same macros make the same texts of them."""
+    found = hashlib.sha256()
+    for path in (*sorted(ROOT.rglob("*.ptx")), Path(__file__)):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(ROOT)} {len(content)} ".encode() + content)
+    return found.hexdigest()
 
 
 @dataclass

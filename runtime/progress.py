@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+
+WAITING = "waiting"
+"""The phase before any work has begun."""
+
+LOOK_SECONDS = 0.02
+"""Between looks at another thread's work."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Progress:
     """The silent kind: it only remembers.  One thread works, so nothing here needs a lock."""
 
     def __init__(self) -> None:
-        self._now = ("waiting", 0, 0, "")
+        self._now = (WAITING, 0, 0, "")
         self._since = time.monotonic()
         self._is_cancelled = False
 
@@ -65,6 +71,23 @@ class Progress:
     @property
     def state(self) -> ProgressState:
         return ProgressState(*self._now, time.monotonic() - self._since)
+
+
+def follow(work: Future[Any], source: Progress, target: Progress) -> None:
+    """Show what another thread's work tells `source`, until it ends.
+
+    Raises: CancelledError once nobody wants what `target` shows.
+    """
+    phase, n_shown = "", 0
+    ended = False
+    while not ended:
+        ended = bool(wait([work], LOOK_SECONDS).done)
+        state = source.state
+        if state.phase not in (phase, WAITING):
+            phase, n_shown = state.phase, 0
+            target.start(phase, state.total, state.unit)
+        target.advance(state.done - n_shown)
+        n_shown = state.done
 
 
 class ProgressBar(Progress):

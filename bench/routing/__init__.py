@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.machine import machine
+from bench.routing import restart
 from bench.routing.bounds import belady_hits
 from bench.routing.contenders import CONTENDERS
 from bench.routing.rates import MACHINES, Rates
@@ -40,6 +41,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--policy", action="append", choices=CONTENDERS, help="only these")
     parser.add_argument("--tokens", type=int, default=2000, help="of a synthetic trace")
     parser.add_argument("--uploads", type=int, default=32, help="started a step at most")
+    parser.add_argument(
+        "--restarts", help="tokens after which the cache begins anew, with commas: what it costs"
+    )
     parser.add_argument("--phases", action="store_true", help="prompts as recorded")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
     parser.add_argument("--plot", type=Path, help="folder for an SVG of each trace")
@@ -49,6 +53,8 @@ def main(argv: list[str]) -> int:
         rates = Rates(*(float(number) for number in args.rates.split(",")))
     names = args.policy or list(CONTENDERS)
     shares = [float(percent) / 100 for percent in args.slots.split(",")]
+    if args.restarts:
+        return restart.report(args, rates, shares, trace_of, label_of)
     cases = []
     for name in args.trace:
         trace = trace_of(name, args.tokens, phases=args.phases)

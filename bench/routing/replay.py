@@ -102,9 +102,7 @@ def replay(
     """Steps of prompt tokens only inform the policy: the engine streams experts for those."""
     cache = slots.cache(trace)
     policy = make_policy(cache)
-    for layer, expert in policy.first(cache):
-        cache.fill(layer, expert)
-    run = _Run(trace, cache, policy, rates, most_uploads)
+    run = Run(trace, cache, policy, rates, most_uploads)
     end = np.cumsum(trace.steps)
     n_seen = 0
     steps = zip((end - trace.steps).tolist(), end.tolist(), trace.phases.tolist(), strict=True)
@@ -118,8 +116,8 @@ def replay(
     return run.outcome()
 
 
-class _Run:
-    """The clock, the link and the sums of one replay."""
+class Run:
+    """The clock, the link and the sums of one replay; `step` by step."""
 
     def __init__(
         self,
@@ -129,6 +127,9 @@ class _Run:
         rates: Rates,
         most_uploads: int,
     ) -> None:
+        """Fills the slots."""
+        for layer, expert in policy.first(cache):
+            cache.fill(layer, expert)
         self._most = most_uploads
         self._cache, self._policy, self._rates = cache, policy, rates
         self._expert_bytes = np.array(trace.expert_bytes, np.float64)

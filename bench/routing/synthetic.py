@@ -53,9 +53,11 @@ ROUTERS = {
 }
 
 
-def synthetic_trace(name: str, n_tokens: int, seed: int = 0) -> RoutingTrace:
-    """A trace of generated tokens by the router of that name; its sequences are the topics."""
-    router, random = ROUTERS[name], np.random.default_rng(seed)
+def synthetic_trace(
+    name: str, n_tokens: int, seed: int = 0, router: Router | None = None
+) -> RoutingTrace:
+    """A trace of generated tokens by a router, or that of the name; its sequences are topics."""
+    router, random = router or ROUTERS[name], np.random.default_rng(seed)
     shape = (router.n_layers, router.n_expert)
 
     def normal() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

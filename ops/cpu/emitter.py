@@ -297,15 +297,11 @@ class Emitter:
 
     def sums_of_four(self, a: Value, b: Value, c: Value, d: Value) -> Value:
         """Each 128-bit lane holds the sums of that lane of a, b, c and d."""
-        ab = self._add_unpacked(a, b, 1)
-        cd = self._add_unpacked(c, d, 1)
-        return self._add_unpacked(ab, cd, 2)
+        ab = self.add_unpacked(a, b, 1)
+        cd = self.add_unpacked(c, d, 1)
+        return self.add_unpacked(ab, cd, 2)
 
-    def call(self, name: str, result: ir.Type, *args: Value) -> Value:
-        kind = ir.FunctionType(result, [arg.type for arg in args])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
-
-    def _add_unpacked(self, a: Value, b: Value, run: int) -> Value:
+    def add_unpacked(self, a: Value, b: Value, run: int) -> Value:
         """Interleave runs of lanes of a and b within 128-bit lanes, low plus high."""
         lanes = a.type.count
         low = [
@@ -317,6 +313,10 @@ class Emitter:
         ]
         high = [lane + 2 for lane in low]
         return self.b.add(self.shuffle(a, low, b), self.shuffle(a, high, b))
+
+    def call(self, name: str, result: ir.Type, *args: Value) -> Value:
+        kind = ir.FunctionType(result, [arg.type for arg in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
 
     def _strided(self, value: Value, stride: int) -> list[Value]:
         return [self.shuffle(value, range(i, value.type.count, stride)) for i in range(stride)]

@@ -54,10 +54,10 @@ def superblock_gemv(e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token
             for i, token in enumerate(tokens):
                 scale_x = e.load(vector(F32, 8), token.scales, e.mul(first, 4))
                 p = e.get(partials[i])
-                p = add_units(e, p, used, scale_w, scale_x, _eight_totals(e, sums[i]))
+                p = add_units(e, p, used, scale_w, scale_x, eight_totals(e, sums[i]))
                 if min_w is not None:
                     signed = e.b.fneg(min_w) if fmt.negative_mins else min_w
-                    p = add_units(e, p, used, signed, scale_x, _eight_totals(e, mins[i], 8))
+                    p = add_units(e, p, used, signed, scale_x, eight_totals(e, mins[i], 8))
                 e.put(partials[i], p)
         for partial, token in zip(partials, tokens, strict=True):
             e.store(e.tree_sum(e.get(partial)), e.add(token.y, e.mul(row, 4)))
@@ -162,7 +162,7 @@ def add_units(
     return e.fma(scale, e.to_f32(e.select(used, totals, zero)), partials)
 
 
-def _eight_totals(e: Emitter, address: Value, lanes: int | None = None) -> Value:
+def eight_totals(e: Emitter, address: Value, lanes: int | None = None) -> Value:
     """Sum each of eight stored vectors of 8 or 16 lanes: i32x8."""
     lanes = lanes or e.accumulator_lanes
     v = [e.load(vector(I32, lanes), address, SLOT * i) for i in range(8)]

@@ -13,8 +13,8 @@ from ops.cpu.gemv import (
     BITS_SLOT,
     PREFETCH_BYTES,
     SLOT,
-    _eight_totals,
     add_units,
+    eight_totals,
     gather_bits,
     superblock_dots,
 )
@@ -58,10 +58,10 @@ def short_gemv(e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token]) ->
         min_w = e.half_to_f32(gather_bits(e, min_bits, LANES)) if fmt.has_mins else None
         for i, token in enumerate(tokens):
             p = e.zeros(F32, LANES)
-            p = add_units(e, p, used, scale_w, scales_x[i], _eight_totals(e, sums[i]))
+            p = add_units(e, p, used, scale_w, scales_x[i], eight_totals(e, sums[i]))
             if min_w is not None:
                 signed = e.b.fneg(min_w) if fmt.negative_mins else min_w
-                p = add_units(e, p, used, signed, scales_x[i], _eight_totals(e, mins[i], LANES))
+                p = add_units(e, p, used, signed, scales_x[i], eight_totals(e, mins[i], LANES))
             e.store(_sum_rows(e, p, stride), results)
             with e.loop(0, rows_here) as r:
                 value = e.load(F32, results, e.mul(e.mul(r, stride), 4))

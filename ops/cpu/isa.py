@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from numba.core.registry import cpu_target
+from ops.cpu.contexts import TARGET
 
 Isa = Literal["avx512", "avxvnni", "avx2", "portable"]
 """avx512: F, BW, VL, DQ, VNNI, VBMI and GFNI together, BMI2; avxvnni: AVX2 with 256-bit VNNI."""
@@ -55,5 +55,5 @@ def choose_isa(wanted: str | None = None) -> Isa:
 
 def target_features() -> frozenset[str]:
     """Names of the features that Numba's compiler target has."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    _, _, features = TARGET.codegen().magic_tuple()
     return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))

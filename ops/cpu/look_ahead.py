@@ -27,9 +27,10 @@ from ops.cpu.memory import (
     store_i64,
 )
 from ops.cpu.own_chunks import own_share
+from ops.cpu.posts import HALF, U32, beat, sequence_of
 from ops.cpu.program import LINE
 from ops.cpu.router import ROUTE
-from ops.cpu.serve import HALF, SERVE, U32, beat, sequence_of
+from ops.cpu.serve import SERVE
 
 LOOK_AHEAD = args_record(
     "look ahead",

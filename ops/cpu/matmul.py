@@ -24,6 +24,7 @@ from ops.cpu.emitter import Emitter, Value
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.formats.kernel_format import FloatFormat, KernelFormat, SmallBlock, SuperBlock
 from ops.cpu.gemv import superblock_gemv
+from ops.cpu.gemv_eights import eights_gemv, prepared, room_elems
 from ops.cpu.gemv_float import float_gemv
 from ops.cpu.gemv_short import SHORT_ELEMS, short_gemv
 from ops.cpu.gemv_small import small_gemv
@@ -96,8 +97,9 @@ def _emit_product(
         with many:
             gemm.emit_gemm(e, fmt, m, vectors, scratch)
         with few:
-            if isinstance(fmt, SuperBlock) and fmt.arrangement(e):
-                room = e.b.icmp_signed("<=", m.n_elems, e.i64(ARRANGED_ELEMS))
+            longest = _longest_arranged(e, fmt)
+            if longest > 0:
+                room = e.b.icmp_signed("<=", m.n_elems, e.i64(longest))
                 with e.b.if_else(room) as (fits, too_long):
                     with fits:
                         _emit_groups(e, fmt, m, vectors, scratch)
@@ -105,6 +107,17 @@ def _emit_product(
                         _emit_group(e, fmt, m, vectors.tokens(e, fmt, m.n_elems, token, 1))
             else:
                 _emit_groups(e, fmt, m, vectors)
+
+
+def _longest_arranged(e: Emitter, fmt: KernelFormat) -> int:
+    """The longest row whose activations, put in order for the format, have room; 0: it wants none
+    of that."""
+    if not isinstance(fmt, SuperBlock):
+        return 0
+    ways = fmt.eights(e)
+    if ways is not None:
+        return room_elems(ways, SCRATCH_BYTES, 4)
+    return ARRANGED_ELEMS if fmt.arrangement(e) else 0
 
 
 def _emit_groups(
@@ -119,8 +132,9 @@ def _emit_groups(
     def emit(rows: Operands, first: Value, count: int) -> None:
         tokens = vectors.tokens(e, fmt, m.n_elems, first, count)
         if isinstance(fmt, SuperBlock) and scratch is not None:
-            tokens = arrange(e, fmt, tokens, m.n_elems, scratch)
-        _emit_group(e, fmt, rows, tokens)
+            _emit_arranged(e, fmt, rows, tokens, scratch)
+        else:
+            _emit_group(e, fmt, rows, tokens)
 
     step = e.b.udiv(e.i64(L2_ROWS_BYTES), m.row_bytes)
     step = e.b.select(e.b.icmp_signed("<", step, e.i64(1)), e.i64(1), step)
@@ -139,6 +153,16 @@ def _emit_groups(
                         emit(rows, first, 2)
                     with one:
                         emit(rows, first, 1)
+
+
+def _emit_arranged(
+    e: Emitter, fmt: SuperBlock, m: Operands, tokens: list[Token], scratch: Value
+) -> None:
+    ways = fmt.eights(e)
+    if ways is None:
+        _emit_group(e, fmt, m, arrange(e, fmt, tokens, m.n_elems, scratch))
+    else:
+        eights_gemv(e, fmt, ways, m, prepared(e, ways, tokens, m.n_elems, scratch))
 
 
 def _emit_group(e: Emitter, fmt: KernelFormat, m: Operands, tokens: list[Token]) -> None:

@@ -14,6 +14,8 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from ops.cpu import contexts  # noqa: F401  before anything of Numba's is made
+
 I64 = ir.IntType(64)
 
 

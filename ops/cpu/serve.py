@@ -7,8 +7,9 @@ through all tokens of its expert, so weights are read once a step.
 
 There is no barrier between the two kinds of chunks: down waits for its own expert's hidden values,
 and fetches its weights meanwhile. Chunks are claimed in order, so whoever waits does so for workers
-that are at it. Hidden values travel as f32, because chunks of a single missed expert are far
-smaller than what a scale spans; every worker quantizes them once for itself.
+that are at it. Where those never come to an end nobody shows a sign of life: once the GPU has given
+up on the step, whoever waits leaves. Hidden values travel as f32, because chunks of a single missed
+expert are far smaller than what a scale spans; every worker quantizes them once for itself.
 
 Of a few experts that one token each uses, workers take the chunks of their own first: see
 `ops.cpu.own_chunks`. A forecast that came with the post is one chunk more, the first one; what it
@@ -21,7 +22,7 @@ import numpy as np
 
 from ops import exchange
 from ops.cpu.activation import quantize_row
-from ops.cpu.cycles import YIELD_AFTER, YIELD_EVERY, cycle_counter
+from ops.cpu.cycles import YIELD_AFTER, YIELD_EVERY
 from ops.cpu.experts import (
     BATCH_TOKENS,
     FEED_FORWARD,
@@ -47,6 +48,17 @@ from ops.cpu.memory import (
     store_i64,
 )
 from ops.cpu.own_chunks import take_chunk
+from ops.cpu.posts import (
+    BEAT_PAUSES,
+    FORESEEN,
+    POSTED,
+    TURN,
+    U32,
+    beat,
+    is_given_up,
+    sequence_of,
+    wait_for_layer,
+)
 
 SERVE = args_record(
     "serve",
@@ -108,7 +120,6 @@ quantized     of each worker, quantized_bytes apart: a tag, then records
 sched_yield   address of the C function
 """
 
-EPOCH, ABORT, TURN = 0, 8, 16
 CHUNKS_A_WORKER = 6
 GATE_UP_SHARE, DOWN_SHARE = 2, 3
 """Chunks of one expert for each worker, at most: a claim takes half a microsecond when all of them
@@ -129,11 +140,6 @@ WAITING_BYTES = 1 << 18
 """Of the same, by a worker that has to wait anyway: what its own cache has room for."""
 QUANTIZED = 64
 """Where a worker's quantized hidden values begin, behind the tag that says whose they are."""
-BEAT_CYCLES = 1 << 20  # well below a millisecond: the line stays in every core's cache meanwhile
-BEAT_PAUSES = 256
-NOTHING, FORESEEN, POSTED = 0, 1, 2
-U32 = 0xFFFFFFFF
-HALF = 0x80000000
 
 
 DOWN_SCRATCH_BYTES = 2 * 8 * DOWN_TOKENS + DOWN_TOKENS * 4 * DOWN_ROWS
@@ -156,53 +162,9 @@ def fetch_rows(matrix, expert, first_row, n_rows, most):
 
 
 @kernel_njit
-def beat(a):
-    """Show that the team is alive, if nobody has done so lately."""
-    heartbeat = a.exchange + exchange.HEARTBEAT
-    now = cycle_counter()
-    if now - load_i64(heartbeat) > BEAT_CYCLES or now < load_i64(heartbeat):
-        atomic_store(heartbeat, now)
-
-
-@kernel_njit
-def sequence_of(a):
-    """The layer's number, as in `ops.exchange`."""
-    return (load_i64(a.step + EPOCH) * a.n_layers + a.layer + 1) & U32
-
-
-@kernel_njit
 def turn_of(a):
     """A number of this service of the layer, which no other one has."""
     return load_i64(a.step + TURN) * a.n_layers + a.layer + 1
-
-
-@kernel_njit
-def wait_for_layer(a):
-    """POSTED once the layer is posted, FORESEEN once it brings a forecast alone; else, if it misses
-    nothing or the step is given up, NOTHING."""
-    epoch = load_i64(a.step + EPOCH)
-    number = sequence_of(a)
-    n_pauses = 0
-    while True:
-        foreseen = (atomic_load(a.exchange + exchange.FORESEEN) - number) & U32
-        ahead = (atomic_load(a.exchange + exchange.POSTED) - number) & U32
-        if ahead == 0:
-            return POSTED
-        if ahead >= HALF and foreseen == 0:
-            return FORESEEN
-        if ahead < HALF or foreseen < HALF:
-            return NOTHING
-        done = np.int64(load_i32(a.done))
-        if (done - epoch) & U32 < HALF or load_i64(a.step + ABORT) != 0:
-            # The step ended, so a post of this layer came before.
-            posted = (atomic_load(a.exchange + exchange.POSTED) - number) & U32 == 0
-            return POSTED if posted else NOTHING
-        pause()
-        n_pauses += 1
-        if n_pauses % BEAT_PAUSES == 0:
-            beat(a)
-        if n_pauses > YIELD_AFTER and n_pauses % YIELD_EVERY == 0:
-            call_i64(a.sched_yield, (0,))
 
 
 @kernel_njit
@@ -256,6 +218,7 @@ def own_share_of_chunks(n_active, share):
 def receive(args: int, chunk: int, worker: int) -> None:
     """Wait for the layer, sort what it misses, and cut it into chunks."""
     a = array(args, 1, SERVE)[0]
+    atomic_store(a.exchange + exchange.SERVED, sequence_of(a))
     beat(a)
     if a.ahead != 0:
         store_i64(a.fetch_chunks, 0)
@@ -368,6 +331,8 @@ def down_chunk(a, f, index, worker):
     while atomic_load(finished) < n_expected:
         pause()
         n_pauses += 1
+        if n_pauses % BEAT_PAUSES == 0 and is_given_up(a):
+            return
         if n_pauses > YIELD_AFTER and n_pauses % YIELD_EVERY == 0:
             call_i64(a.sched_yield, (0,))
     while slot < end_slot:

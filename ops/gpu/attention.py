@@ -156,8 +156,8 @@ class AttentionShape:
             **self._value_defines(),
             "Q_ROW": q_row,
             "Q_ROW_8": 8 * q_row,
-            "Q_LOW": n_rows * q_row,
-            "Q_LOW_8": (n_rows + 8) * q_row,
+            "QUERY_LOW": n_rows * q_row,
+            "QUERY_LOW_8": (n_rows + 8) * q_row,
             "VALUES_AT": values_at,
             "QUERIES_AT": queries_at,
             "SCORES_AT": scores_at,
@@ -383,15 +383,18 @@ def shipped_shapes() -> Iterator[AttentionShape]:
 def variants() -> Iterator[tuple[str, Kernel]]:
     """The kernels of the shipped shapes, and the join alone and overlapped."""
     for shape in shipped_shapes():
-        types = (
-            "" if shape.k_cache == shape.v_cache == "f16" else f", {shape.k_cache} {shape.v_cache}"
-        )
-        rows = f", rows in {shape.row_buffers}" if shape.row_buffers else ""
-        rows += ", chosen" if shape.chooses else ""
-        wait = ", overlapped" if shape.overlapped else ""
-        variant = f"{shape.dim_k} {shape.dim_v}{types}{rows}{wait}"
+        variant = _shape_name(shape)
         yield f"attention ({variant})", attention(shape)
         if (shape.dim_k, shape.dim_v) != LATENT_DIMS and not shape.chooses:
             yield f"attention_prompt ({variant})", attention_prompt(shape)
     yield "attention_join", attention_join()
     yield "attention_join (overlapped)", attention_join(overlapped=True)
+
+
+def _shape_name(shape: AttentionShape) -> str:
+    """What tells a shipped shape from the others."""
+    types = "" if shape.k_cache == shape.v_cache == "f16" else f", {shape.k_cache} {shape.v_cache}"
+    rows = f", rows in {shape.row_buffers}" if shape.row_buffers else ""
+    rows += ", chosen" if shape.chooses else ""
+    wait = ", overlapped" if shape.overlapped else ""
+    return f"{shape.dim_k} {shape.dim_v}{types}{rows}{wait}"

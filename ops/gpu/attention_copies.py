@@ -7,7 +7,7 @@ from ops.gpu.kv_layout import GPUPageLayout
 
 COPY_MACROS = ("COPY_KEYS", "COPY_VALUES", "COPY_NEXT_KEYS", "COPY_NEXT_VALUES")
 PAGE_COPIES = (
-    ("copy_keys", "copy_values", "copy_keys", "copy_values"),
+    ("copy_keys", "copy_values", "copy_next_keys", "copy_next_values"),
     ("rows_first", "rows_none", "rows_none", "rows_again"),
     ("rows_first", "rows_none", "rows_next", "rows_swap"),
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from ops.gpu import (
     activate,
     attention,
+    choose_experts,
     delta_gates,
     delta_net,
     dense_down,
@@ -48,6 +49,7 @@ SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     norm.variants,
     activate.variants,
     router.variants,
+    choose_experts.variants,
     step_io.variants,
     sampling.variants,
     handover.variants,

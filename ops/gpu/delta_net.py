@@ -24,17 +24,20 @@ DIMS = (16, 32, 64, 128)
 """Values of a head that the recurrence and the norm take."""
 
 INPUTS_BLOCK = 128
+INPUTS_RUN = 8
+"""Tokens that a warp of `delta_inputs` takes where a step has many: their inputs are read once."""
 COLUMNS = 32
 """Value channels of a head that a block of the recurrence has."""
 
 NET_BLOCK = 64
 CHUNK = 16
 """Tokens that `delta_chunk` takes at a time, from positions that are multiples of it."""
-CHUNK_BLOCK = 128
+CHUNK_BLOCK = 384
+"""Two warps for 16 columns, one for each 64 keys; four more for pairs of tokens."""
 CHUNK_COLUMNS = 64
-CHUNK_SHARED_BYTES = 70656
+CHUNK_SHARED_BYTES = 80144
 CHUNK_DECAY_FLOOR = -5.0
-"""Least logarithm of a key's decay for which `delta_chunk` is exact; of a head's there is none."""
+"""Least logarithm of a key's decay for which chunks are whole; of a head's there is none."""
 NORM_BLOCK = 128
 NORM_VALUES = 8
 """Values of a row that a thread of `gated_norm` takes."""
@@ -46,6 +49,7 @@ INPUTS_PARAMS = (
     *((name, "u64") for name in ("betas", "beta")),
     *((name, "u32") for name in ("slot_bytes", "x_stride", "n_key_head", "n_value_head", "dim")),
     *((name, "u32") for name in ("decays_stride", "decay_width", "has_floor", "betas_stride")),
+    ("run", "u32"),
     *((name, "f32") for name in ("decay_floor", "q_scale", "l2_eps")),
 )
 NET_PARAMS = (
@@ -53,6 +57,7 @@ NET_PARAMS = (
     *((name, "u32") for name in ("slot_bytes", "n_key_head", "n_value_head", "dim")),
     ("decay_width", "u32"),
 )
+CHUNK_PARAMS = (*NET_PARAMS, ("cuts", "u32"))
 NORM_PARAMS = (
     *((name, "u64") for name in ("counts", "x", "gates", "weight", "out_f32", "q8_256", "q8_32")),
     *((name, "u32") for name in ("gates_stride", "n", "dim", "is_sigmoid")),
@@ -73,12 +78,12 @@ def delta_inputs(*, overlapped: bool = False) -> Kernel:
 
 
 def delta_inputs_grid(
-    n_key_head: int, n_value_head: int, decay_width: int, n_tokens: int
+    n_key_head: int, n_value_head: int, decay_width: int, n_tokens: int, run: int = 1
 ) -> tuple[int, int]:
-    """A warp a head, and one for 32 decays or betas."""
+    """A warp a head, and one for 32 decays or betas, of `run` tokens."""
     n_warps = 2 * n_key_head + n_value_head
     n_warps += -(-n_value_head * decay_width // WARP) + -(-n_value_head // WARP)
-    return -(-n_warps // (INPUTS_BLOCK // WARP)), n_tokens
+    return -(-n_warps // (INPUTS_BLOCK // WARP)), -(-n_tokens // run)
 
 
 def delta_net(*, overlapped: bool = False) -> Kernel:
@@ -101,13 +106,14 @@ def delta_net_grid(n_value_head: int, dim: int, n_sequences: int) -> tuple[int, 
 def delta_chunk(*, overlapped: bool = False) -> Kernel:
     """The recurrence of many tokens of each sequence; grid `delta_chunk_grid`.
 
+    `cuts` where keys have decays below e to the `CHUNK_DECAY_FLOOR`: chunks may end early then.
     Dynamic shared memory: `CHUNK_SHARED_BYTES`.
     """
     return Kernel(
         entry="delta_chunk",
         source="delta_chunk.ptx",
-        defines=launch_defines(CHUNK_BLOCK, 2, overlapped),
-        params=NET_PARAMS,
+        defines=launch_defines(CHUNK_BLOCK, 1, overlapped),
+        params=CHUNK_PARAMS,
         block=CHUNK_BLOCK,
         reference=delta_net_reference,
     )

@@ -87,8 +87,6 @@ def _sizes(tile: GemmTile) -> dict[str, str | int]:
     sizes: dict[str, str | int] = {
         "BLOCK_SHIFT": _log2(fmt.block_elems),
         "BLOCK_BYTES": fmt.block_bytes,
-        "SCALE_ELEMS": group,
-        "SCALE_SHIFT": _log2(group),
         "UNIT": fmt.unit_elems,
         "UNITS_SHIFT": _log2(group // fmt.unit_elems),
         "TOKENS": tile.tokens,
@@ -100,27 +98,29 @@ def _sizes(tile: GemmTile) -> dict[str, str | int]:
         "SPLIT": tile.split,
         "SPLIT_SHIFT": _log2(tile.split),
         "COLUMNS": tile.columns,
-        "THREADS": tile.threads,
         "STEP": tile.step,
         "STEP_BYTES": at.step_bytes,
         "ROW_PITCH": at.row_pitch,
-        "TILE_PITCH": at.pitch,
         "STAGE_BYTES": at.stage_bytes,
         "X": at.x,
         "X_SCALES": at.x_scales,
+        "X_PITCH": at.x_pitch,
+        "TURNED": 0 if fmt.unit_elems == 256 else min(8, tile.threads // tile.tokens) - 1,
+        "GROUP_PITCH": at.group_pitch,
         "SLOTS": at.slots,
         "OUT_ROWS": at.out_rows,
         "SUM_BYTES": at.sum_bytes,
     }
     if tile.columns >= 32:
-        sizes["TILE_PAIR"] = 16 * at.pitch
+        sizes["TILE_PAIR"] = 16 * at.x_pitch
+    if fmt.unit_elems == 256 or not direct:
+        sizes["THREADS"] = tile.threads
     if fmt.unit_elems < 256:
-        x_scales = tile.tokens * tile.split * fmt.unit_elems // group
         return sizes | {
             "HALF_STEP": tile.step // 2,
             "HALF_A": tile.step // 2 if not direct else tile.split * fmt.block_bytes,
             "HALF_W": 4 * tile.split * tile.rows if not direct else tile.split * fmt.block_bytes,
-            "HALF_X_SCALES": 4 * x_scales,
+            "HALF_X_SCALES": at.group_pitch * tile.split * fmt.unit_elems // group,
             **({"ROWS_2": 2 * tile.rows} if fmt.unit_elems == 16 else {}),
         }
     if tile.n_residues > 1:
@@ -138,7 +138,21 @@ def _copy_defines(tile: GemmTile) -> dict[str, str | int]:
     """The numbers of what each thread copies, and of the results it writes."""
     row_lanes, record_lanes = tile.threads // tile.rows, tile.threads // tile.tokens
     n_scales = tile.tokens * tile.step // ACTIVATION_GROUP[tile.fmt.activation]
-    return {
+    if tile.fmt.unit_elems == 256:
+        scales: dict[str, str | int] = {
+            "SCALE_ELEMS": 256,
+            "SCALE_SHIFT": 8,
+            "ALL_SCALES": n_scales,
+            "SCALE_ROUNDS": _repeat(n_scales, tile.threads),
+        }
+    else:
+        lanes = min(8, record_lanes)
+        scales = {
+            "GROUP_LANES": lanes,
+            "GROUP_LANES_SHIFT": _log2(lanes),
+            "GROUP_ROUNDS": _repeat(n_scales // tile.tokens, lanes),
+        }
+    return scales | {
         "ROW_LANES": row_lanes,
         "ROW_LANES_SHIFT": _log2(row_lanes),
         "ROW_STRIDE": 16 * row_lanes,
@@ -147,8 +161,6 @@ def _copy_defines(tile: GemmTile) -> dict[str, str | int]:
         "RECORD_LANES_SHIFT": _log2(record_lanes),
         "RECORD_STRIDE": 16 * record_lanes,
         "RECORD_ROUNDS": _rounds(tile.step // 16, record_lanes),
-        "ALL_SCALES": n_scales,
-        "SCALE_ROUNDS": _repeat(n_scales, tile.threads),
         "SLOTS_AT_ONCE": row_lanes,
     }
 
@@ -161,6 +173,7 @@ def _unpack_defines(tile: GemmTile) -> dict[str, str | int]:
         "BLOCK_GROUPS_SHIFT": _log2(fmt.block_elems // 32),
         "STEP_GROUPS": tile.rows * tile.step // 32,
         "TILE": at.tile,
+        "TILE_PITCH": at.pitch,
         "TILE_16": at.tile + 16,
         "UNIT_SCALES": at.unit_scales,
     }
@@ -207,6 +220,7 @@ def _fragments(tile: GemmTile) -> dict[str, str | int]:
         "LOAD_TABLE": f"gemm_table{table}",
         "PUT": f"gemm_put_{columns}",
         "JOIN": f"gemm_join_{tile.split}",
+        "LOOP": f"gemm_loop_{tile.stages}",
     }
     names |= _fragments_256(tile) if fmt.unit_elems == 256 else _fragments_32(tile)
     if fmt.name in DIRECT_FORMATS:
@@ -229,6 +243,7 @@ def _fragments_256(tile: GemmTile) -> dict[str, str]:
     sub = SUB_ELEMS.get(fmt.name, 32)
     residues = tile.n_residues
     names = {
+        "COPY_SCALES": "gemm_scales_256",
         "COPY_SUMS": "gemm_sums_256" if mins else "gemm_sums_none",
         "SKIP_UNIT": f"gemm_skip_{'none' if tile.step == fmt.unit_elems else 'unit'}",
         "COLUMN": f"gemm_column_sub{sub}",
@@ -252,14 +267,15 @@ def _fragments_32(tile: GemmTile) -> dict[str, str]:
     fmt, columns = tile.fmt, tile.columns
     mins = "_mins" if fmt.has_mins else ""
     names = {
+        "COPY_SCALES": "gemm_scales_32",
         "COPY_SUMS": "gemm_sums_32" if mins else "gemm_sums_none",
         "PREPARE": f"gemm_prepare_32_{columns}",
         "PRODUCTS": f"gemm_products_32_{columns}",
         "COLUMN": f"gemm_column_unit{mins}",
-        "NEXT": "gemm_next_step",
-        "CARRY": "gemm_carry_none",
         "MERGE": f"gemm_merge_{columns}",
     }
+    if tile.stages == 2:
+        names |= {"NEXT": "gemm_next_step", "CARRY": "gemm_carry_none"}
     if fmt.name in DIRECT_FORMATS:
         return names | {
             "PLACE_A": "gemm_prepare_raw",
@@ -307,7 +323,7 @@ def gemm_tile(fmt: BlockFormat, tokens: int, *, many_rows: bool = False) -> Gemm
     if fmt.unit_elems < 256:
         wide = fmt.unit_elems == 32 and (tokens == 64 or (tokens == 32 and many_rows))
         rows = 32 if wide else 16
-        return GemmTile(fmt, tokens, rows, split=8, columns=tokens, min_blocks=1)
+        return GemmTile(fmt, tokens, rows, 8, columns=tokens, min_blocks=1, stages=3)
     direct = fmt.name in DIRECT_FORMATS
     if tokens < 32 or (tokens == 32 and not many_rows):
         min_blocks = {8: 4, 16: 3, 32: 2}[tokens] if direct else 2
@@ -335,7 +351,8 @@ def best_tile(
     most = next((n for n in TILE_TOKENS if n >= share), TILE_TOKENS[-1])
     tall = gemm_tile(fmt, most, many_rows=True)
     x, y, _ = tall.grid(n_rows, n_slots, n_groups)
-    tiles = [gemm_tile(fmt, n) for n in reversed(TILE_TOKENS) if n <= most]
+    usual = (gemm_tile(fmt, n) for n in reversed(TILE_TOKENS) if n <= most)
+    tiles = [tile for largest in usual for tile in largest.by_memory()]
     if tall.threads <= USUAL_THREADS or shared_bytes >= SHARED_OF_9_0:
         tiles.insert(0 if x * y >= MANY_BLOCKS else 1, tall)
     return next((tile for tile in tiles if tile.shared_bytes <= shared_bytes), tiles[-1])
@@ -346,7 +363,7 @@ def shipped_tiles() -> Iterator[GemmTile]:
     for name in GEMM_FORMATS:
         for tokens in TILE_TOKENS:
             usual = gemm_tile(FORMATS[name], tokens)
-            yield usual
+            yield from usual.by_memory()
             tall = gemm_tile(FORMATS[name], tokens, many_rows=True)
             if tall != usual:
                 yield tall
@@ -375,4 +392,4 @@ def variants() -> Iterator[tuple[str, Kernel]]:
     """Every tile, overlapped."""
     for tile in shipped_tiles():
         kernel = gemm(tile, overlapped=True)
-        yield f"{kernel.entry} ({tile.rows} rows, {tile.tokens} slots)", kernel
+        yield f"{kernel.entry} ({tile.label})", kernel

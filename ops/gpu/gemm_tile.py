@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from ops.arithmetic import n_partials
 from ops.gpu.kernel import WARP, format_table
@@ -36,6 +37,7 @@ class GemmTile:
     split       warps that share the same results and divide the units of a row
     columns     slots of a warp, which has 16 rows
     min_blocks  blocks of a multiprocessor that have to fit in its registers
+    stages      buffers of a step: one that is multiplied, the others on their way
     """
 
     fmt: BlockFormat
@@ -44,6 +46,7 @@ class GemmTile:
     split: int
     columns: int
     min_blocks: int = 2
+    stages: int = 2
 
     @property
     def warps(self) -> int:
@@ -77,11 +80,23 @@ class GemmTile:
     def shared_bytes(self) -> int:
         return Layout(self).n_bytes
 
+    @property
+    def label(self) -> str:
+        buffers = ", two buffers" if self.fmt.unit_elems < 256 and self.stages == 2 else ""
+        return f"{self.rows} rows, {self.tokens} slots{buffers}"
+
+    def by_memory(self) -> Iterator[GemmTile]:
+        """The tile, and where it is large what stands for it where shared memory is less."""
+        yield self
+        if self.stages == 3 and self.tokens == 64:
+            yield replace(self, stages=2)
+
 
 class Layout:
     """Where things are in a block's shared memory: offsets and pitches in bytes.
 
-    Pitches are odd multiples of 16, so that 8 rows at the same column meet different banks.
+    Pitches are odd multiples of 16, so that 8 rows at the same column meet different banks, but for
+    activations of small units, whose columns are turned (gemm_turn).
     """
 
     def __init__(self, tile: GemmTile) -> None:
@@ -98,14 +113,18 @@ class Layout:
         self.unit_subs = 4 * 256 // SUB_ELEMS.get(fmt.name, 32)
         self.subs_pitch = self.units * self.unit_subs + 16
         self.mins_pitch = 16 * self.units + 16
-        # the two buffers
+        # the buffers
         self.x = rows * self.row_pitch
-        self.x_scales = self.x + tokens * self.pitch
-        self.x_sums = self.x_scales + _up16(4 * n_scales)
-        sums = tokens * self.sums_pitch if large else _up16(4 * n_scales)
+        self.x_pitch = self.pitch if large else step
+        self.x_scales = self.x + tokens * self.x_pitch
+        # eight lanes copy eight groups of a slot, whose scales are to be in different banks
+        self.group_pitch = 4 * tokens if large else 4 * (tokens + 4)
+        n_bytes = _up16(self.group_pitch * (n_scales // tokens))
+        self.x_sums = self.x_scales + n_bytes
+        sums = tokens * self.sums_pitch if large else n_bytes
         self.stage_bytes = self.x_sums + (sums if mins else 0)
         # what is unpacked in shared memory
-        self.tile = 2 * self.stage_bytes
+        self.tile = tile.stages * self.stage_bytes
         self.slots = self.tile
         if fmt.name not in DIRECT_FORMATS:
             self._unpacked(fmt, rows)

@@ -25,8 +25,8 @@ tokens           i32[*] of the first GPU: row gets its token
 
 The three u32 given, taken and counter begin with 0; epochs with 1. Nobody waits for ever: the host
 changes BEAT as long as it looks after the step, and sets STOP once it has no hope for it. Whoever
-gives up, at STOP or after `patience` without a beat, stores {epoch, link} at FAILED; the step then
-goes on to its end with wrong numbers, and the next one is unharmed.
+gives up, at STOP or after `patience` without a beat, says so in the step's place at FAILED; the
+step then goes on to its end with wrong numbers, and the next one is unharmed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ TOKENS_BLOCK = 32
 BEAT, STOP = 0, 4
 """u32 that the host changes; u32, not 0: give up."""
 FAILED = 64
-"""u32[2]: the last epoch and link on which a GPU gave up; epoch 0: none."""
+"""u32[2, 2]: of the even and of the odd steps, the last one in which a GPU gave up, as
+`ops.exchange.failed_number` has it, and on which link."""
 WORDS_BYTES = 128
 
 PATIENCE_NS = 10_000_000_000

@@ -17,7 +17,7 @@ ROPE_NONE, ROPE_NEOX, ROPE_NORM = 0, 1, 2
 
 BLOCK = 256
 HEADS_PER_BLOCK = BLOCK // 32
-MIN_BLOCKS = 4
+MIN_BLOCKS = 6
 
 PARAMS = (
     *((name, "u64") for name in ("counts", "positions", "cell_pages", "qkv", "q")),

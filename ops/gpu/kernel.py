@@ -79,6 +79,12 @@ class Kernel:
         return ptx.expand(self.source, **defines)
 
     @property
+    def recipe(self) -> str:
+        """A hash of what `text` is made of, which costs far less than making it."""
+        made_of = (ptx.sources_hash(), self.entry, self.source, *sorted(self.defines.items()))
+        return hashlib.sha256(repr(made_of).encode()).hexdigest()
+
+    @property
     def text_hash(self) -> str:
         """Of the text alone: what its assembled code is kept under."""
         return ptx.text_hash(self.text)

@@ -123,7 +123,10 @@ def decay(settings: argparse.Namespace) -> None:
 
 
 def forget(settings: argparse.Namespace) -> None:
+    from profiles import check_own
+
     path, _ = profile_of(settings)
+    check_own(path)
     path.unlink(missing_ok=True)
     print(f"{path}: forgotten")
 
@@ -171,4 +174,10 @@ def profile_lines(profile: UsageProfile) -> list[str]:
         total = max(int(most[-1]), 1)
         shares = "".join(f"{100 * int(most[part - 1]) / total:>10.1f} %" for part in parts)
         lines.append(f"  {layer:5}{shares}")
+    recent = profile.recent
+    if recent is None:
+        lines.append("what the last tokens used is not known: the most used experts are first")
+    elif recent.served is not None:
+        held, served = (100 * share for share in recent.served)
+        lines.append(f"lately a cache of {held:.0f} % of them served {served:.1f} % of the uses")
     return lines

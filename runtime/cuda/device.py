@@ -80,6 +80,16 @@ class Device:
         except OutOfDeviceMemory:
             raise OutOfDeviceMemory(name, asked, self._free_bytes_or_none()) from None
 
+    def ready(self, name: str, *args: Any) -> bool:
+        """Whether work has ended, by a driver call in this device's context that tells.
+
+        Raises: as `call`.
+        """
+        if self._context is None:
+            raise DeviceUnavailable(f"{self.info.name} is closed")
+        self.driver.call("cuCtxSetCurrent", self._context)
+        return self.driver.ready(name, *args)
+
     def reach(self, other: Device) -> bool:
         """Let kernels here touch the other GPU's memory; False where that is impossible.
 

@@ -65,13 +65,30 @@ class Driver:
         """
         try:
             code, *values = getattr(self.api, name)(*args)
-        except RuntimeError as error:  # the bindings found no such function in libcuda
-            raise DeviceUnavailable(
-                f"this NVIDIA driver (CUDA {_dotted(self.version)}) lacks {name}: update the driver"
-            ) from error
-        if int(code) != 0:
+        except RuntimeError as error:
+            raise self._lacking(name) from error
+        if code:
             raise self._error(name, code)
         return values[0] if len(values) == 1 else tuple(values)
+
+    def ready(self, name: str, *args: Any) -> bool:
+        """Ask the driver's function `name` whether work has ended; True: it has.
+
+        That it has not costs no more: no error is made of it.  Raises: as `call`.
+        """
+        try:
+            code = getattr(self.api, name)(*args)[0]
+        except RuntimeError as error:
+            raise self._lacking(name) from error
+        if code and code.name != "CUDA_ERROR_NOT_READY":
+            raise self._error(name, code)
+        return not code
+
+    def _lacking(self, name: str) -> DeviceUnavailable:
+        """The bindings found no such function in libcuda."""
+        return DeviceUnavailable(
+            f"this NVIDIA driver (CUDA {_dotted(self.version)}) lacks {name}: update the driver"
+        )
 
     def _error(self, call: str, code: Any) -> CudaError:
         if code.name == "CUDA_ERROR_OUT_OF_MEMORY":

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
+from functools import cache as cached
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ DIGEST_BYTES = 32
 
 
 class CubinCache:
-    """Assembled kernels in a folder, one file for a text, an architecture and a driver version.
+    """Assembled kernels in a folder, one file for a text, an architecture and a driver version; and
+    one for each recipe of a text, that says which text it makes.
 
     A file starts with the SHA-256 of the rest: what was cut short or altered is not there. A
     folder that cannot be used leaves `reason` non-empty, costs time and breaks nothing.
@@ -60,6 +63,15 @@ class CubinCache:
                 raise
         except OSError as error:
             self.reason = str(error)
+
+    def text_hash(self, recipe: str) -> str | None:
+        """Of the text that this recipe made before."""
+        found = self.get(recipe)
+        return None if found is None else found.decode()
+
+    def note(self, recipe: str, text_hash: str) -> None:
+        """Keep which text the recipe makes."""
+        self.put(recipe, text_hash.encode())
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}.cubin"
@@ -104,15 +116,23 @@ class Function:
 class Module(Resource):
     """A PTX text loaded on a device.
 
-    text    expanded, as `ptx.expand` returns it
+    text    expanded, as `ptx.expand` returns it, or what makes it
     cache   where its code is kept between processes
+    recipe  a hash of what the text is made of: with it a text that is known need not be made
     """
 
     def __init__(
-        self, device: Device, text: str, label: str, cache: CubinCache | None = None
+        self,
+        device: Device,
+        text: str | Callable[[], str],
+        label: str,
+        cache: CubinCache | None = None,
+        *,
+        recipe: str | None = None,
     ) -> None:
         """Raises: PtxCompileError with the assembler's log, OutOfDeviceMemory, CudaError."""
-        super().__init__(device, _load(device, text, label, cache), label)
+        make = text if callable(text) else lambda: text
+        super().__init__(device, _load(device, make, label, cache, recipe), label)
 
     def function(self, entry: str) -> Function:
         """The entry of that name. Raises: CudaError if the text has none."""
@@ -123,10 +143,22 @@ class Module(Resource):
         self.device.call("cuModuleUnload", handle)
 
 
-def _load(device: Device, text: str, label: str, cache: CubinCache | None) -> Any:
+def _load(
+    device: Device,
+    make: Callable[[], str],
+    label: str,
+    cache: CubinCache | None,
+    recipe: str | None,
+) -> Any:
     if cache is None:
-        return device.call("cuModuleLoadData", assemble(device, text, label))
-    key = f"{ptx.text_hash(text)}-{device.info.architecture}-{device.driver.version}"
+        return device.call("cuModuleLoadData", assemble(device, make(), label))
+    make = cached(make)
+    text_hash = None if recipe is None else cache.text_hash(recipe)
+    if text_hash is None:
+        text_hash = ptx.text_hash(make())
+        if recipe is not None:
+            cache.note(recipe, text_hash)
+    key = f"{text_hash}-{device.info.architecture}-{device.driver.version}"
     cubin = cache.get(key)
     if cubin is not None:
         try:
@@ -135,7 +167,7 @@ def _load(device: Device, text: str, label: str, cache: CubinCache | None) -> An
             raise
         except CudaError as error:
             logger.debug("%s is assembled anew: %s", label, error)
-    cubin = assemble(device, text, label)
+    cubin = assemble(device, make(), label)
     cache.put(key, cubin)
     return device.call("cuModuleLoadData", cubin)
 

@@ -97,14 +97,19 @@ class Answer:
         self._began = self._first_token = time.perf_counter()
 
     def report_progress(self) -> None:
-        """Tell the caller how far the prompt is read."""
-        if self._on_progress is not None:
-            sequence = self.sequence
-            ms = 1e3 * (time.perf_counter() - self._began)
-            n_processed = min(sequence.n_computed, sequence.n_prompt)
+        """Tell the caller how far the prompt is read; what the callback raises, the caller gets."""
+        if self._on_progress is None:
+            return
+        sequence = self.sequence
+        ms = 1e3 * (time.perf_counter() - self._began)
+        n_processed = min(sequence.n_computed, sequence.n_prompt)
+        try:
             self._on_progress(
                 PromptProgress(self.index, sequence.n_prompt, sequence.n_cached, n_processed, ms)
             )
+        except Exception as error:  # other callers' answers go on
+            self._on_progress = None
+            self.channel.put(error)
 
     def take(self, choice: Choice) -> bool:
         """Append the chosen token and send its item; True where the answer ends with it."""

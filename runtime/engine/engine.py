@@ -118,7 +118,8 @@ class Engine:
         generator (or cancelling the task that reads it) frees the sequences within one step.
         A text prompt gets the model's BOS and its special tokens are recognised; ids are taken as
         they are.  params None: the model's defaults.  n > 1: answer i uses seed + i.
-        special: the text shows control tokens.
+        special: the text shows control tokens.  on_progress: called after each part of the prompt;
+        what it raises ends this request alone, and comes out here.
 
         Raises: RequestError (ContextTooLong), ComputeError, EngineClosed, TokenizerUnavailable
             where the prompt, a stop string or a bias is text and the model has no tokenizer,

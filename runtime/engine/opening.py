@@ -7,6 +7,7 @@ daemon: a caller that stops waiting goes on at once, and the thread cleans up be
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -18,6 +19,10 @@ from runtime.progress import Progress
 THREAD_NAME = "engine opening"
 ENDED_NAME = "engine opened"
 """Of the thread when nobody has to leave it behind: it only has to tell."""
+
+TURN_SECONDS = 2e-4
+"""How long a thread computes while others wait for the interpreter: imports would otherwise hold up
+each of the ten thousand calls that move weights by 5 ms."""
 
 
 async def open_off_loop(config: EngineConfig, progress: Progress) -> Opened:
@@ -51,7 +56,8 @@ def left_behind() -> bool:
 
 def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> None:
     try:
-        opened = open_placed(config, progress)
+        with _SHORT_TURNS:
+            opened = open_placed(config, progress)
     except BaseException as error:
         if opening.set_running_or_notify_cancel():
             threading.current_thread().name = ENDED_NAME
@@ -62,3 +68,28 @@ def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> 
         opening.set_result(opened)
     else:
         asyncio.run(opened.close())
+
+
+class _ShortTurns:
+    """While any engine opens, threads take turns more often than usual."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_openings = 0
+        self._usual = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._n_openings == 0:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual, TURN_SECONDS))
+            self._n_openings += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n_openings -= 1
+            if self._n_openings == 0:
+                sys.setswitchinterval(self._usual)
+
+
+_SHORT_TURNS = _ShortTurns()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -149,10 +151,25 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
     """
     if config.device == "fake":
         return _open_fake(config, progress)
-    with ExitStack() as resources:
-        model, facts = _open_model(config, progress, resources)
-        notices = Notices()
-        ready, reason = _open_executor(model, config, facts.n_ctx_train, progress, notices)
+    with ExitStack() as resources, ThreadPoolExecutor(2, thread_name_prefix="opening") as beside:
+        if config.device in ("auto", "cuda"):
+            beside.submit(_wake_driver)
+        model = _open_model(config, progress, resources)
+        naming = beside.submit(_name_bus_errors, model, config, resources)
+        reading = beside.submit(facts_of, model)
+        notices, n_ctx_train = Notices(), model.spec.n_ctx_train
+        checked = _CheckedProgress(progress, reading)
+        try:
+            ready, reason = _open_executor(model, config, n_ctx_train, checked, notices)
+        except DeviceError:
+            reading.result()  # what is wrong with the file counts for more
+            raise
+        try:
+            naming.result()
+            facts = reading.result()
+        except BaseException:
+            asyncio.run(ready.executor.close())
+            raise
         return Opened(
             ready.executor,
             facts,
@@ -163,6 +180,29 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
             notices,
             ready.plan,
         )
+
+
+class _CheckedProgress(Progress):
+    """Shows what it is told as another one does, until what is read beside turns out to be wrong:
+    then the work ends with that error, instead of minutes later."""
+
+    def __init__(self, shown: Progress, reading: Future[ModelFacts]) -> None:
+        super().__init__()
+        self._shown, self._reading = shown, reading
+
+    def start(self, phase: str, total: int = 0, unit: str = "") -> None:
+        """See `Progress.start`.  Raises: ModelError, CancelledError."""
+        self._check_read()
+        self._shown.start(phase, total, unit)
+
+    def advance(self, n: int = 1) -> None:
+        """See `Progress.advance`.  Raises: ModelError, CancelledError."""
+        self._check_read()
+        self._shown.advance(n)
+
+    def _check_read(self) -> None:
+        if self._reading.done():
+            self._reading.result()
 
 
 def _open_executor(
@@ -188,23 +228,35 @@ def _open_executor(
     return DEVICES[last](*given), f"{last}, because of {preferred[0]}: {'; '.join(reasons)}"
 
 
-def _open_model(
-    config: EngineConfig, progress: Progress, resources: ExitStack
-) -> tuple[Model, ModelFacts]:
-    from runtime.models.model import open_model
+def _wake_driver() -> None:
+    """Have the driver find its GPUs, 0.3 s in which no Python runs, before they are asked for.
 
-    progress.start("opening the model")
-    model = resources.enter_context(open_model(config.model_path))
+    What is wrong there is said by whoever opens it.
+    """
+    from runtime.cuda.driver import open_driver
+
+    with suppress(DeviceError):
+        open_driver()
+
+
+def _name_bus_errors(model: Model, config: EngineConfig, resources: ExitStack) -> None:
+    """Have errors of the file's medium name it, if that is wanted: its handler is compiled."""
     if config.name_bus_errors:
         from ops.cpu.sigbus import named_bus_errors
 
         resources.enter_context(named_bus_errors(model.file.map_ranges()))
+
+
+def _open_model(config: EngineConfig, progress: Progress, resources: ExitStack) -> Model:
+    from runtime.models.model import open_model
+
+    progress.start("opening the model")
+    model = resources.enter_context(open_model(config.model_path))
     if config.load_mode == "pin":
         from runtime.engine.read_ahead import read_ahead
 
         resources.enter_context(read_ahead(model))
-    progress.start("reading the vocabulary")
-    return model, facts_of(model)
+    return model
 
 
 def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
@@ -226,7 +278,10 @@ def _open_fake(config: EngineConfig, progress: Progress) -> Opened:
                 template_error=template_error,
             )
         else:
-            model, facts = _open_model(config, progress, resources)
+            model = _open_model(config, progress, resources)
+            _name_bus_errors(model, config, resources)
+            progress.start("reading the vocabulary")
+            facts = facts_of(model)
             has_states, n_previous = model.spec.state_bytes > 0, model.spec.n_previous
         shape = context_shape(config, facts.n_ctx_train)
         limits = ExecutorLimits(

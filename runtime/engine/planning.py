@@ -47,7 +47,7 @@ def _on_gpus(
     proposals = gpu_proposals(config, n_ctx_train)
     settings = [proposal.settings for proposal in proposals]
     gpus = described_gpus(machine.gpus, settings[0], len(model.spec.layers))
-    known = lifetime_usage(model).known if model.spec.n_expert_max else None
+    known = lifetime_usage(model).for_plan if model.spec.n_expert_max else None
     planned = plan_gpus(model, settings, gpus, known)
     shape = proposals[settings.index(planned.settings)].shape
     return gpu_memory_plan(model, config, shape, planned, machine)

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from runtime.engine.kv_cache import PageTable, SavedPages
 from runtime.engine.state_cache import SequenceState
 from runtime.engine.token import Token
-from runtime.errors import EngineBug, EngineError
+from runtime.errors import EngineBug
 
 
 class State(Enum):
@@ -116,10 +116,10 @@ class TokenChannel:
     """Carries the items of one request from the step loop to its caller; both on one event loop."""
 
     def __init__(self) -> None:
-        self._items: deque[Token | EngineError] = deque()
+        self._items: deque[Token | Exception] = deque()
         self._waiting: asyncio.Future[None] | None = None  # the caller, where it has read all
 
-    def put(self, item: Token | EngineError) -> None:
+    def put(self, item: Token | Exception) -> None:
         """Queue an item; the caller's `get` raises an error after the items before it."""
         self._items.append(item)
         if self._waiting is not None and not self._waiting.done():
@@ -131,6 +131,6 @@ class TokenChannel:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         item = self._items.popleft()
-        if isinstance(item, EngineError):
+        if isinstance(item, Exception):
             raise item
         return item

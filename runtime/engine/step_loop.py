@@ -18,6 +18,7 @@ from runtime.engine.answer import Answer
 from runtime.engine.candidate_sampler import CandidateSampler
 from runtime.engine.choosing import choose, choose_chosen
 from runtime.engine.executor import Executor, SamplingExecutor, StepInFlight
+from runtime.engine.idle import Idler
 from runtime.engine.plan import Plan
 from runtime.engine.sampler import Choice
 from runtime.engine.scheduler import Scheduler
@@ -60,6 +61,7 @@ class StepLoop:
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._awaited: set[asyncio.Future[Any]] = set()  # whoever waits for a job
         self._wake = asyncio.Event()
+        self._idler = Idler(executor)
 
     def submit(self, answer: Answer) -> None:
         """Queue an answer; its items come through its channel."""
@@ -125,7 +127,7 @@ class StepLoop:
                 await self._perform(plan, plan.step)
             elif not self._jobs:
                 self._wake.clear()
-                await self._wake.wait()
+                await self._idler.until(self._wake)
                 if self.profiler is not None:
                     self.profiler.woke()
 

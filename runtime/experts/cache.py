@@ -11,7 +11,7 @@ it; several steps may be in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +75,7 @@ class ExpertCache:
         self.n_slots = len(slot_classes)
         self._changes: deque[Change] = deque()
         self._waiting: deque[_Waiting] = deque()
+        self._unseen: deque[_Waiting] = deque()  # those whose change no step has seen
         self._loading: set[Upload] = set()
         self.n_begun = 0
         """Steps, since the start."""
@@ -99,6 +100,7 @@ class ExpertCache:
         self.coming[:] = False
         self._changes.clear()
         self._waiting.clear()
+        self._unseen.clear()
         self._offer(slot_classes)
         self.n_slots = len(slot_classes)
         uploads = []
@@ -156,14 +158,18 @@ class ExpertCache:
                 raise EngineBug(f"expert {victim} cannot make room for {(layer, expert)}")
             self.slot_of[victim] = NO_SLOT
             self._changes.append(Change(*victim, NO_SLOT))
-            self._waiting.append(_Waiting(Upload(layer, expert, slot), None))
+            waiting = _Waiting(Upload(layer, expert, slot), None)
+            self._waiting.append(waiting)
+            self._unseen.append(waiting)
         self.coming[layer, expert] = True
 
     def begin_step(self, most: int) -> list[Change]:
         """Up to `most` changes, in order, that the step which begins now sees first."""
-        changes = [self._changes.popleft() for _ in range(min(most, len(self._changes)))]
-        for waiting in self._left_by(changes):
-            waiting.last_reader = self.n_begun
+        waiting = self._changes
+        changes = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        for change in changes:
+            if change.slot == NO_SLOT:  # in the order of the uploads that are to have the slots
+                self._unseen.popleft().last_reader = self.n_begun
         self.n_begun += 1
         return changes
 
@@ -193,16 +199,6 @@ class ExpertCache:
     def n_pending(self) -> int:
         """Uploads that wait or are under way."""
         return len(self._waiting) + len(self._loading)
-
-    def _left_by(self, changes: list[Change]) -> Iterator[_Waiting]:
-        """The waiting uploads whose slots these changes empty: they were put there in order."""
-        n_left = sum(change.slot == NO_SLOT for change in changes)
-        for waiting in self._waiting:
-            if n_left == 0:
-                return
-            if waiting.last_reader is None:
-                n_left -= 1
-                yield waiting
 
     def _check_absent(self, layer: int, expert: int) -> None:
         if self.slot_of.item(layer, expert) != NO_SLOT or self.coming.item(layer, expert):

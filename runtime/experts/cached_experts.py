@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -24,14 +24,15 @@ from runtime.engine.gpu.experts import empty_table, moe_layers
 from runtime.engine.gpu.step_shape import SMALL_BATCHES
 from runtime.errors import OutOfDeviceMemory
 from runtime.experts.cache import NO_SLOT, Change, Expert, ExpertCache, LayerShape, Upload
-from runtime.experts.expert_kinds import ExpertKinds
+from runtime.experts.cache_settings import CacheSettings
+from runtime.experts.expert_kinds import ExpertKind, ExpertKinds
 from runtime.experts.fetched_experts import FetchedExperts
 from runtime.experts.first_experts import START_SECONDS, load_first
-from runtime.experts.host_experts import HostExperts, HostPart, LayerExperts
+from runtime.experts.host_experts import HostExperts, HostPart
 from runtime.experts.in_place_reads import InPlaceReads
 from runtime.experts.policies import default_policy
 from runtime.experts.policy import Policy
-from runtime.experts.served import Usage, counted
+from runtime.experts.served import Usage, UseCounter
 from runtime.experts.totals import (
     FETCHED,
     IN_PLACE,
@@ -51,53 +52,10 @@ I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
 
 MAX_DELTAS = 64
-UPLOADS_A_STEP = 24
-"""At most, see `UploadBudget`: each brings two changes of the table."""
-
 IN_PLACE_SEED = 0
 
 BY_SLOT_TOKENS = max(n for n in SMALL_BATCHES if n < GROUPED_TOKENS)
 """Of a step that may read experts in place as `in_place_every` says."""
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """How the cache behaves.
-
-    slots           experts a layer that the GPU holds
-    uploads_a_step  experts that may set out while a step runs; 0: what is there first stays
-    fetches         prompts fetch what the GPU does not hold: the host's experts are pinned
-    zero_copy       share of the experts without a slot that the GPU reads in place over the link,
-                    0 to 1, if they are pinned; the CPU computes the others
-    in_place_every  each so many'th of a token's misses of a layer is read in place besides, at
-                    least 2; 0: none. Of few tokens only, and if they are pinned
-    layer_slots     of each layer, instead of `slots`
-    """
-
-    slots: int
-    uploads_a_step: int = UPLOADS_A_STEP
-    fetches: bool = False
-    zero_copy: float = 0.0
-    in_place_every: int = 0
-    layer_slots: tuple[int, ...] | None = None
-
-    def slots_of(self, index: int, layer: LayerExperts) -> int:
-        """Slots for the experts of a layer, the index'th."""
-        wanted = self.slots if self.layer_slots is None else self.layer_slots[index]
-        return min(wanted, layer.n_expert)
-
-    @property
-    def words(self) -> str:
-        """For the console."""
-        if self.layer_slots is None:
-            return f"{self.slots} a layer on the GPU"
-        return f"the first {sum(self.layer_slots)} on the GPU, layer after layer"
-
-    def halved(self) -> CacheSettings:
-        """With half of the slots."""
-        layers = self.layer_slots
-        half = None if layers is None else tuple(n // 2 for n in layers)
-        return replace(self, slots=self.slots // 2, layer_slots=half)
 
 
 class CachedExperts:
@@ -142,11 +100,14 @@ class CachedExperts:
         self._in_place = self._wanted_in_place & self._pinned
         self._now_in_place: deque[Expert] = deque()  # the table does not say so yet
         self._kinds = ExpertKinds(np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8))
+        self._counter = UseCounter(self._kinds.ended)
         self._budget = UploadBudget(settings.uploads_a_step)
         self.usage = Usage(np.zeros((len(host.layers), N_KINDS), np.int64))
         self._expert_bytes = np.array(
             [sum(matrix.n_bytes for matrix in layer.matrices) for layer in host.layers], np.int64
         )
+        self._offsets = [[matrix.offset for matrix in layer.matrices] for layer in host.layers]
+        self._upload_bytes: list[int] = self._expert_bytes.tolist()
         self._reads.set(settings.in_place_every)
         self._seen: list[I32] = []
 
@@ -229,6 +190,13 @@ class CachedExperts:
         self._kinds.reset(kinds)
         return self._settings
 
+    def empty(self) -> None:
+        """Hold no expert any longer: no step is in flight, and the table names none."""
+        self._settings = replace(self._settings, slots=0, layer_slots=None)
+        self._give_slots()
+        self.cache.refill(self._take_slots(), [])
+        self._kinds.reset(np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8))
+
     def _fetches(self, resources: ExitStack) -> FetchedExperts | None:
         if not (self._settings.fetches and self._host.layers):
             return None
@@ -281,18 +249,21 @@ class CachedExperts:
             self.cache.arrived(upload)
         changes = self.cache.begin_step(MAX_DELTAS)
         while self._now_in_place and len(changes) < MAX_DELTAS:
-            expert = self._now_in_place.popleft()
-            if self.cache.slot_of[expert] == NO_SLOT:
-                changes.append(Change(*expert, NO_SLOT))
-        kinds = [((change.layer, change.expert), self._kind(change)) for change in changes]
+            place = self._now_in_place.popleft()
+            if self.cache.slot_of[place] == NO_SLOT:
+                changes.append(Change(*place, NO_SLOT))
+        kinds: list[ExpertKind] = []
+        deltas: list[Delta] = []
+        for change in changes:
+            layer, expert, slot = change
+            deltas.append(self._delta(change))
+            if slot != NO_SLOT:
+                kinds.append(((layer, expert), ON_GPU))
+            else:
+                kind = IN_PLACE if self._in_place.item(layer, expert) else ON_CPU
+                kinds.append(((layer, expert), kind))
         self._kinds.begin_step(kinds)
-        return [self._delta(change) for change in changes]
-
-    def _kind(self, change: Change) -> int:
-        """Who serves the expert after the change."""
-        if change.slot != NO_SLOT:
-            return ON_GPU
-        return IN_PLACE if self._in_place[change.layer, change.expert] else ON_CPU
+        return deltas
 
     def while_running(self) -> None:
         """Decide on swaps, and start uploads, while a step runs.  Raises: DeviceLost, CudaError."""
@@ -305,12 +276,11 @@ class CachedExperts:
         for swap in self._policy.swaps(self.cache, room):
             if self._pinned[swap.expert] or not pins_all:
                 self.cache.replace(*swap.expert, swap.victim)
-        self._uploader.forward()
         most = min(self._budget.a_step(seconds), self._uploader.room)
-        for upload in self.cache.startable(most):
-            self._uploader.start(upload)
-            self.usage.uploads += 1
-            self.usage.upload_bytes += int(self._expert_bytes[upload.layer])
+        uploads = self.cache.startable(most)
+        self._uploader.start(uploads)
+        self.usage.uploads += len(uploads)
+        self.usage.upload_bytes += sum(self._upload_bytes[upload.layer] for upload in uploads)
 
     def _see_pinned(self, pinned: NDArray[np.bool_]) -> None:
         """More experts are pinned: the next steps may read them in place."""
@@ -329,13 +299,13 @@ class CachedExperts:
         experts that it used, -1 where a layer uses fewer. What served them."""
         self.cache.end_step()
         kinds = self._kinds.end_step()
-        counts = counted(kinds, choices, self._reads.rule)
+        counts = self._counter.counted(choices, self._reads.rule)
         if fetched:
             counts[..., FETCHED] += counts[..., ON_CPU]
             counts[..., ON_CPU] = 0
             moved = (kinds == ON_CPU).sum(axis=1) @ self._expert_bytes
             self.usage.fetch_bytes += int(moved)
-        self.usage.by_layer += counts.sum(axis=0)
+        self.usage.by_layer += counts[0] if len(counts) == 1 else counts.sum(axis=0)
         self._seen.append(choices.copy())
         return (StepUse(counts, self._expert_bytes),)
 
@@ -380,13 +350,13 @@ class CachedExperts:
         self._host.close()
 
     def _delta(self, change: Change) -> Delta:
-        layer, expert = change.layer, change.expert
+        layer, expert, slot = change
         row = self._rows[layer] + expert
-        matrices = self._host.layers[layer].matrices
-        if change.slot != NO_SLOT:
-            gate, up, down = (self._slots[change.slot] + m.offset for m in matrices)
-        elif self._in_place[layer, expert]:
+        if slot != NO_SLOT:
+            address, (gate, up, down) = self._slots[slot], self._offsets[layer]
+            return row, address + gate, address + up, address + down
+        if self._in_place.item(layer, expert):
+            matrices = self._host.layers[layer].matrices
             gate, up, down = (m.host + expert * m.stride for m in matrices)
-        else:
-            gate = up = down = 0
-        return row, gate, up, down
+            return row, gate, up, down
+        return row, 0, 0, 0

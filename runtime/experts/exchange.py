@@ -31,6 +31,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
 from runtime.cuda.stream import Stream
 from runtime.errors import EngineBug, ExchangeStalled
+from runtime.experts.lost_steps import LostSteps
 from runtime.experts.serve_program import ServeMemory, ServeProgram, record_bytes
 from runtime.models.spec import MoeSpec
 from runtime.models.weights import Weight
@@ -92,9 +93,7 @@ class Exchange:
                 resources.callback(serve.program.close)
             self._resources = resources.pop_all()
         self._done = np.ctypeslib.as_array((ctypes.c_uint32 * 1).from_address(done))
-        self._failed = self._memory.view[words.FAILED :][:8].view(np.uint32)
-        self._lost: int | None = None  # a step that failed, and the layer, of which was told
-        self._lost_layer = 0
+        self._lost = LostSteps(self._memory.view[words.FAILED :][:16].view(np.uint32))
         self._begun: list[int | None] = [None] * MOST_BEGUN  # the last step of each program
         self._next = 0
         self._clock = CycleClock()
@@ -139,6 +138,13 @@ class Exchange:
         }
 
     @property
+    def at_work(self) -> int:
+        """A number that changes as long as the team computes what the GPU waits for; 0 where the
+        GPU waits for nothing."""
+        waits = self._word(words.POSTED)[0] == self._word(words.SERVED)[0]
+        return int(self._memory.view[words.HEARTBEAT :][:8].view(np.uint64)[0]) if waits else 0
+
+    @property
     def idle(self) -> bool:
         """Whether the team has finished all steps."""
         return not any(serve.program.running for serve in self._serves)
@@ -154,11 +160,11 @@ class Exchange:
 
         behind: the step before may not have ended
 
-        Raises: ExchangeStalled while a worker is still at an earlier step.
+        Raises: EngineBug while a worker is still at an earlier step.
         """
         serve = self._serves[self._next]
         if serve.program.running or not (behind or self.idle):
-            raise ExchangeStalled("the CPU workers have not finished an earlier step")
+            raise EngineBug("the CPU workers have not finished an earlier step")
         self._take_event(self._next)
         serve.begin(epoch)
         try:
@@ -171,24 +177,18 @@ class Exchange:
     def check(self, epoch: int, *, behind: bool = False) -> None:
         """Raises: ExchangeStalled if the GPU waited in vain in that step, or in the one before it
         and this one was launched `behind` it."""
-        failed = int(self._failed[0])
-        # What the next step has left here may hide what this one did.
-        if failed and (failed - epoch) & 0xFFFFFFFF <= 1:
-            self._lost, self._lost_layer = epoch, int(self._failed[1])
-            if failed == epoch:
-                self._failed[0] = 0
-        elif not (behind and self._lost == (epoch - 1) & 0xFFFFFFFF):
-            return
-        raise ExchangeStalled(
-            f"the CPU workers showed no progress for {self._patience_ns / 1e9:g} s in MoE "
-            f"layer {self._lost_layer}"
-        )
+        layer = self._lost.take(epoch, behind=behind)
+        if layer is not None:
+            raise ExchangeStalled(
+                f"the CPU workers showed no progress for {self._patience_ns / 1e9:g} s in MoE "
+                f"layer {layer}"
+            )
 
     def timed(self, layer: int, experts: Sequence[int]) -> float:
         """Seconds that the team takes for these experts of a MoE layer, missed by one token: the
         host posts them, as no GPU does.  No step is in flight, and what is posted counts for none.
 
-        Blocks.  Raises: ExchangeStalled.
+        Blocks.
         """
         epoch = (int(self._done[0]) - EARLIER) & 0xFFFFFFFF  # one that has ended, for the team
         number = words.sequence(epoch, len(self._layers), layer)
@@ -196,10 +196,11 @@ class Exchange:
         self._word(words.MISSES, len(experts))[:] = missed
         self._word(words.N_MISSES, 2)[:] = len(experts), 1
         self._word(words.POSTED)[0] = number
+        serve = self._serves[self._next]  # both have served the same epoch by the second call
         self.begin(epoch)
         while not self.idle:
             time.sleep(0)
-        posted, served = self.layer_times(epoch)[layer]
+        posted, served = serve.times.layers(self._clock)[layer]
         self._word(words.POSTED)[0] = self._word(words.FORESEEN)[0] = 0
         return float(served - posted)
 

@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.01
 PATIENCE_SECONDS = 2.0
 """Without anything new that is pinned: then the buffers are quicker after all."""
 
-START_SECONDS = 6.0
+START_SECONDS = 1.5
 """What a start spends on first experts that may also come later: it serves before all of a large
 cache, or a file that a disk still reads, is there."""
 
@@ -92,11 +92,11 @@ def _copy_pinned(
     slot_address: Callable[[int], int],
     moved: Callable[[int], object],
 ) -> None:
-    n_moved = 0
-    for upload in uploads:
-        target = slot_address(upload.slot)
-        for offset, source, n_bytes in host.copies(upload.layer, upload.expert):
-            stream.upload(target + offset, source, n_bytes)
-            n_moved += n_bytes
+    copies = [
+        (slot_address(upload.slot) + offset, source, n_bytes)
+        for upload in uploads
+        for offset, source, n_bytes in host.copies(upload.layer, upload.expert)
+    ]
+    stream.upload_all(copies)
     stream.synchronize()
-    moved(n_moved)
+    moved(sum(n_bytes for _, _, n_bytes in copies))

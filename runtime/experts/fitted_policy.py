@@ -9,12 +9,28 @@ to what was used afterwards (least squares, older tokens fading).
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+from profiles import HALF_LIVES, RecentUse
 from runtime.experts.cache import ExpertCache
-from runtime.experts.scored_policy import F64, I64, U64, PolicySettings, ScoredPolicy
+from runtime.experts.policy import Swap
+from runtime.experts.scored_policy import (
+    COUNTED_TOKENS,
+    F64,
+    I32,
+    I64,
+    U64,
+    PolicySettings,
+    ScoredPolicy,
+)
 
-FAST_TOKENS, SLOW_TOKENS = 8, 256
+if TYPE_CHECKING:
+    from runtime.experts.token_uses import TokenUses
+
+FAST_TOKENS, SLOW_TOKENS = HALF_LIVES
 """After so many tokens a use counts half."""
 FIT_TOKENS = 16
 """How far the fit looks ahead."""
@@ -27,6 +43,8 @@ FIRST_WEIGHTS = (0.5, 0.5)
 FIRST_SHARE = 0.01
 """Of the first weights, in every fit: without data they stay."""
 RESCALE = 2.0**500
+FEW_SWAPS = 32
+"""Most that there is room for, until more are asked for."""
 
 
 class FittedPolicy(ScoredPolicy):
@@ -44,22 +62,88 @@ class FittedPolicy(ScoredPolicy):
         self._products = np.zeros(2)
         self._rates_then: F64 | None = None
         self._life_then: I64 = self.life.copy()
+        from runtime.experts.token_uses import Places, Sums, TokenUses  # loads Numba
+
+        self._classes = sorted(set(self._class_of))
+        kinds = np.searchsorted(self._classes, self._class_of).astype(np.int32)
+        sums = Sums(self._fast, self._slow, self._life)
+        places = Places(self._slots, self._coming, kinds)
+        self._make_uses = partial(TokenUses, sums, places, self.shape)
+        self._uses: TokenUses | None = None
         self._set_factors()
 
-    def know(self, uses: U64, n_tokens: int) -> None:
-        """See `ScoredPolicy.know`: they are the first slow rates."""
+    def know(self, uses: U64, n_tokens: int, recent: RecentUse | None = None) -> None:
+        """See `ScoredPolicy.know`: without recent use they are the first slow rates."""
         super().know(uses, n_tokens)
-        self._slow += uses.reshape(-1) * (self._slow_worth / (max(n_tokens, 1) * SLOW_SHARE))
+        if recent is None:
+            self._slow += uses.reshape(-1) * (self._slow_worth / (max(n_tokens, 1) * SLOW_SHARE))
+            return
+        fast, slow = recent.rates.reshape(2, -1).astype(np.float64)
+        self._fast += fast * (self._fast_worth / FAST_SHARE)
+        self._slow += slow * (self._slow_worth / SLOW_SHARE)
+        a, b, d, with_fast, with_slow = (value * self.n_cells for value in recent.fit)
+        self._squares = np.array([[a, b], [b, d]])
+        self._products = np.array([with_fast, with_slow])
+        self.weights = _solved(self._squares, self._products)
+        self._set_factors()
+        self._begin_fit()
 
-    def _count(self, cells: I64) -> None:
+    def recent(self) -> RecentUse:
+        """See `ScoredPolicy.recent`."""
+        rates = np.clip(self._rates(), 0.0, 1.0).astype(np.float32).reshape(2, *self.shape)
+        (a, b), (_, d) = (self._squares / self.n_cells).tolist()
+        with_fast, with_slow = (self._products / self.n_cells).tolist()
+        return RecentUse(rates, (a, b, d, with_fast, with_slow))
+
+    def _best_first(self) -> I64:
+        """By score; of those that score alike, the most used ever."""
+        scores = self._scores(np.arange(self.n_cells))
+        return np.lexsort((self._expert_numbers(), -self.life, -scores))
+
+    def used(self, choices: I32) -> None:
+        """See `Policy.used`."""
+        choices = choices[:, -COUNTED_TOKENS:]
+        uses = self._uses_of(choices.shape[2], FEW_SWAPS)
+        for token in range(choices.shape[1]):
+            self.n_tokens += 1
+            self._grow()
+            cells = uses.add(choices[:, token], self._fast_worth, self._slow_worth)
+            self._recent.append(cells)
+            self._after_token()
+
+    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
+        """See `Policy.swaps`: all scores are looked at, by a compiled call."""
+        if self.settings.sticky or self._uses is None:
+            return super().swaps(cache, most)
+        recent, self._recent = self._recent, []
+        if most <= 0 or not recent:
+            return []
+        cells = recent[0] if len(recent) == 1 else np.unique(np.concatenate(recent))
+        free = [cache.n_free(size_class) for size_class in self._classes]
+        uses = self._uses_of(self._uses.n_used, most)
+        best = most + cache.n_pending
+        found = uses.swaps(cells, free, most, best, self._factors, self.margin)
+        n = self._n_expert
+        return [
+            Swap(divmod(cell, n), None if victim < 0 else divmod(victim, n))
+            for cell, victim in found
+        ]
+
+    def _uses_of(self, n_used: int, most: int) -> TokenUses:
+        """What counts tokens that use so many experts in a layer, and finds so many swaps."""
+        uses = self._uses
+        if uses is None or uses.n_used != n_used or uses.most < most:
+            uses = self._uses = self._make_uses(n_used, most)
+        return uses
+
+    def _grow(self) -> None:
+        """Another token: a use of it is worth more than those before."""
         self._fast_worth *= FAST_GROWTH
         self._slow_worth *= SLOW_GROWTH
         if self._fast_worth > RESCALE or self._slow_worth > RESCALE:
             self._fast /= self._fast_worth
             self._slow /= self._slow_worth
             self._fast_worth = self._slow_worth = 1.0
-        self._fast[cells] += self._fast_worth
-        self._slow[cells] += self._slow_worth
 
     def _after_token(self) -> None:
         if self.n_tokens == 1 and self.settings.margin is None:
@@ -88,15 +172,16 @@ class FittedPolicy(ScoredPolicy):
         fast, slow = self._factors
         return float(self._fast.item(cell) * fast + self._slow.item(cell) * slow)
 
-    def _wanted(self, missed: I64) -> tuple[I64, F64]:
-        return missed, self._scores(missed)
-
     def _begin_fit(self) -> None:
-        """Keep the rates of now, f64[2, n_cells], and the uses so far."""
+        """Keep the rates of now and the uses so far."""
+        self._rates_then = self._rates()
+        self._life_then = self.life.copy()
+
+    def _rates(self) -> F64:
+        """Uses a token, f64[2, n_cells]."""
         fast = self._fast * (FAST_SHARE / self._fast_worth)
         slow = self._slow * (SLOW_SHARE / self._slow_worth)
-        self._rates_then = np.stack([fast, slow])
-        self._life_then = self.life.copy()
+        return np.stack([fast, slow])
 
     def _fit(self) -> None:
         """Compare the rates of FIT_TOKENS ago with the uses since."""

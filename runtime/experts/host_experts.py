@@ -85,12 +85,18 @@ class HostExperts:
 
     def __init__(self, weights: Mapping[str, Weight], layers: Sequence[MoeSpec]) -> None:
         self.layers = tuple(layer_experts(weights, layer) for layer in layers)
+        self._matrices = [  # found quicker than by their names
+            [(part.offset, part.host, part.stride, part.n_bytes) for part in layer.matrices]
+            for layer in self.layers
+        ]
         self._starts, self._ends = _edges(self.layers)
         self._pages = PinnedPages()
         self._pinning: Pinning | None = None
         self._refused: str | None = NOT_ASKED_FOR
         self.pinned_experts: Bools = np.zeros(self._starts.shape[:2], np.bool_)
         """bool[n_layers, n_expert]: a new array whenever more are; no array ever changes."""
+        self._undivided = self.pinned_experts
+        """Those of which every matrix lies in one registration: the driver takes it as one copy."""
         self._wants_all = False
 
     @property
@@ -131,13 +137,13 @@ class HostExperts:
         return self._pinning.why
 
     def is_pinned(self, layer: int, expert: int) -> bool:
-        return bool(self.pinned_experts[layer, expert])
+        return self.pinned_experts.item(layer, expert)
 
     def parts(self, layer: int, expert: int) -> list[Part]:
         """What the expert's slot consists of: its matrices, wherever they are."""
         return [
-            (matrix.offset, matrix.host + expert * matrix.stride, matrix.n_bytes)
-            for matrix in self.layers[layer].matrices
+            (offset, first + expert * stride, n_bytes)
+            for offset, first, stride, n_bytes in self._matrices[layer]
         ]
 
     def copies(self, layer: int, expert: int) -> list[Part]:
@@ -145,9 +151,12 @@ class HostExperts:
 
         Raises: EngineBug for an expert that is not pinned.
         """
+        parts = self.parts(layer, expert)
+        if self._undivided.item(layer, expert):
+            return parts
         return [
             (offset + start - first, start, n_bytes)
-            for offset, first, size in self.parts(layer, expert)
+            for offset, first, size in parts
             for start, n_bytes in self._pages.cut(first, size)
         ]
 
@@ -212,7 +221,7 @@ class HostExperts:
         if self._pinning is not None:
             self._pinning.close()
         self._pages.clear()
-        self.pinned_experts = np.zeros_like(self.pinned_experts)
+        self._undivided = self.pinned_experts = np.zeros_like(self.pinned_experts)
         self._wants_all, self._refused = False, "closed"
 
     def _refuse(self, why: str, tell: Callable[[str], object]) -> None:
@@ -221,8 +230,9 @@ class HostExperts:
 
     def _publish(self, spans: list[Span]) -> None:
         self._pages.add(spans)
+        undivided: Bools = np.all(self._pages.undivided(self._starts, self._ends), axis=2)
         covered: Bools = np.all(self._pages.cover(self._starts, self._ends), axis=2)
-        self.pinned_experts = covered
+        self._undivided, self.pinned_experts = undivided, covered
 
 
 class HostPart:

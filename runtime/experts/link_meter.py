@@ -17,7 +17,7 @@ class LinkMeter:
         self.seconds, self.n_bytes = 0.0, 0
         self._track = f"link {gpu}"
         self._at = self._until = 0.0
-        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._spans: deque[tuple[float, float]] = deque(maxlen=MOST_SPANS)  # begin, seconds
 
     def begins(self) -> None:
         """The first copy behind nothing else is about to be enqueued."""
@@ -25,15 +25,14 @@ class LinkMeter:
 
     def ended(self, seconds: float, n_bytes: int) -> None:
         """So many bytes more have arrived; seconds since the first copy began, by the GPU."""
-        self._spans.append(
-            Span(self._track, Part.UPLOADS, self._at + self._until, seconds - self._until)
-        )
-        self.seconds += seconds - self._until
+        passed = seconds - self._until
+        self._spans.append((self._at + self._until, passed))
+        self.seconds += passed
         self.n_bytes += n_bytes
         self._until = seconds
 
     def take_spans(self) -> list[Span]:
         """Of the copies that have ended since the last call, or the last thousands of them."""
-        spans = list(self._spans)
+        spans = [Span(self._track, Part.UPLOADS, *times) for times in self._spans]
         self._spans.clear()
         return spans

@@ -23,7 +23,8 @@ from runtime.experts.miss_rates import MissRates, rising
 PROBE_SECONDS = 0.4
 """At most; pages that come from a disk would take forever."""
 MOST_MISSES = 4
-N_TIMES, N_WARM = 12, 4
+N_TIMES, N_BESIDE, N_WARM = 12, 6, 4
+"""Of the team alone, beside the link, which is many times each, and before what counts."""
 N_COPIES = 48
 """Copies that are under way beside the team: some milliseconds of them."""
 FEWEST_PINNED = 16
@@ -49,7 +50,7 @@ def probe_misses(
         alone, _ = link.beside(lambda: None)
         times: list[list[float]] = [[] for _ in range(most)]
         beside = []
-        for _ in range(N_TIMES):
+        for _ in range(N_BESIDE):
             for n in range(1, most + 1):
                 seconds, taken = link.beside(lambda n=n: probe.team(n))  # type: ignore[misc]
                 beside.append(seconds)
@@ -99,19 +100,21 @@ class _Link:
         size = max(layer.slot_bytes for layer in host.layers)
         self._buffer = own(DeviceBuffer(device, size, "probe"))
         chosen = np.random.default_rng(1).integers(len(pinned), size=N_COPIES)
-        self._copies = [host.copies(*map(int, pinned[at])) for at in chosen]
+        self._copies = [
+            (self._buffer.address + offset, source, n_bytes)
+            for at in chosen
+            for offset, source, n_bytes in host.copies(*map(int, pinned[at]))
+        ]
         resources.callback(self._stream.synchronize)
 
     def beside(self, work: Callable[[], float | None]) -> tuple[float, list[float]]:
         """Microseconds of a copy, and what `work` gave each time, all of it beside copies."""
         taken: list[float] = []
         self._stream.record(self._first)
-        for copies in self._copies:
-            for offset, source, n_bytes in copies:
-                self._stream.upload(self._buffer.address + offset, source, n_bytes)
+        self._stream.upload_all(self._copies)
         self._stream.record(self._last)
         while not self._last.passed():
             found = work()
             if found is not None and not self._last.passed():
                 taken.append(found)
-        return 1e3 * self._last.milliseconds_since(self._first) / len(self._copies), taken
+        return 1e3 * self._last.milliseconds_since(self._first) / N_COPIES, taken

@@ -63,6 +63,15 @@ class PinnedPages:
         covered: Bools = (at >= 0) & (ends <= now.joined_ends[at])
         return covered
 
+    def undivided(self, starts: I64, ends: I64) -> Bools:
+        """Whether each [start, end) lies in one registration; any shape."""
+        now = self._now
+        if not now.starts:
+            return np.zeros(starts.shape, np.bool_)
+        at = np.searchsorted(np.array(now.starts, np.int64), starts, "right") - 1
+        undivided: Bools = (at >= 0) & (ends <= np.array(now.ends, np.int64)[at])
+        return undivided
+
     def cut(self, start: int, n_bytes: int) -> list[tuple[int, int]]:
         """(address, bytes) of copies that together read n_bytes at `start`: the driver refuses one
         that reads two registrations.

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from profiles import RecentUse
 from runtime.config import environment
 from runtime.errors import ConfigError
 from runtime.experts.cache import NO_SLOT, ExpertCache
@@ -227,12 +228,16 @@ def default_policy(cache: ExpertCache) -> ScoredPolicy:
 
 
 def policy_from_environment(
-    known: U64 | None = None, n_tokens: int = 0, given: Mapping[str, str] | None = None
+    known: U64 | None = None,
+    n_tokens: int = 0,
+    given: Mapping[str, str] | None = None,
+    recent: RecentUse | None = None,
 ) -> Callable[[ExpertCache], ScoredPolicy]:
     """What makes the policy that LLAMA_MOE_CACHE_POLICY names, else the default, for a cache.
 
     given  values that count before those of LLAMA_MOE_CACHE_..., by the names' ends
     known  uses by n_tokens earlier tokens, u64[n_layers, n_expert]
+    recent by the last of them, where that is known
     Raises: ConfigError for an unknown name or a value that cannot be.
     """
 
@@ -255,7 +260,9 @@ def policy_from_environment(
     def make(cache: ExpertCache) -> ScoredPolicy:
         policy = POLICIES[name](cache, settings)
         if known is not None and known.any():
-            policy.know(known[:, : cache.slot_of.shape[1]], n_tokens)
+            n_expert = cache.slot_of.shape[1]
+            last = None if recent is None else recent.part(slice(None), n_expert)
+            policy.know(known[:, :n_expert], n_tokens, last)
         return policy
 
     return make

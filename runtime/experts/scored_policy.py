@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from profiles import RecentUse
 from runtime.experts.cache import NO_SLOT, Expert, ExpertCache
 from runtime.experts.policy import Swap
 
@@ -95,18 +96,24 @@ class ScoredPolicy:
             self._uncounted.clear()
         return self._life
 
-    def know(self, uses: U64, n_tokens: int) -> None:
-        """Begin with the uses by n_tokens earlier tokens, u64[n_layers, n_expert]."""
+    def know(self, uses: U64, n_tokens: int, recent: RecentUse | None = None) -> None:
+        """Begin with the uses by n_tokens earlier tokens, u64[n_layers, n_expert], and with what
+        the last of them used, where that is known."""
         self._life += uses.reshape(-1).astype(np.int64)
+
+    def recent(self) -> RecentUse | None:
+        """What to `know` the next time; None: this policy has no use for it."""
+        return None
 
     def used(self, choices: I32) -> None:
         """See `Policy.used`."""
         choices = choices[:, -COUNTED_TOKENS:]
-        whole = int(choices.min(initial=0)) >= 0
+        whole = not choices.size or choices.min() >= 0
         for token in range(choices.shape[1]):
-            cells = (choices[:, token] + self._bases).reshape(-1)
+            chosen = choices[:, token]
+            cells = (chosen + self._bases).reshape(-1)
             if not whole:
-                cells = cells[choices[:, token].reshape(-1) >= 0]
+                cells = cells[chosen.reshape(-1) >= 0]
             self.n_tokens += 1
             self._count(cells)
             self._recent.append(cells)
@@ -116,10 +123,9 @@ class ScoredPolicy:
             _ = self.life
 
     def first(self, cache: ExpertCache) -> Iterator[Expert]:
-        """The most used ever; of those used equally, the first experts of every layer in turn."""
-        order = np.lexsort((self._expert_numbers(), -self.life))
+        """Those of the highest worth; of those worth the same, the first of every layer in turn."""
         n_expert = [layer.n_expert for layer in cache.layers]
-        for cell in order.tolist():
+        for cell in self._best_first().tolist():
             layer, expert = divmod(cell, self._n_expert)
             if expert < n_expert[layer]:
                 yield layer, expert
@@ -130,12 +136,15 @@ class ScoredPolicy:
         if most <= 0 or not recent:
             return []
         cells = recent[0] if len(recent) == 1 else np.unique(np.concatenate(recent))
+        wanted, scores = self._best_missed(cells, most + cache.n_pending)
+        return self._paired(cache, wanted, scores, most) if wanted else []
+
+    def _best_missed(self, cells: I64, most: int) -> tuple[list[int], list[float]]:
+        """Those of the cells in no slot that may get one, up to `most`, the best first, and their
+        scores."""
         wanted, scores = self._wanted(cells[self._slots[cells] == NO_SLOT])
-        if not len(wanted):
-            return []
-        enough = most + cache.n_pending
-        order = scores.argsort()[: -enough - 1 : -1]  # of so few, sorting all is the quickest
-        return self._paired(cache, wanted[order].tolist(), scores[order].tolist(), most)
+        order = scores.argsort()[: -most - 1 : -1]  # of so few, sorting all is the quickest
+        return wanted[order].tolist(), scores[order].tolist()
 
     def _paired(
         self, cache: ExpertCache, wanted: list[int], scores: list[float], most: int
@@ -164,6 +173,10 @@ class ScoredPolicy:
             if len(swaps) == most:
                 break
         return swaps
+
+    def _best_first(self) -> I64:
+        """All cells, the most used ever first."""
+        return np.lexsort((self._expert_numbers(), -self.life))
 
     def _count(self, cells: I64) -> None:
         """A token used these cells, each once."""

@@ -42,6 +42,9 @@ N_EXPERT, N_USED, N_EMBD, N_FF = 7, 2, 2048, 32
 MISSED, HELD = 0, 1
 """The slot whose expert the GPU lacks, and the one that it would have."""
 
+LOOK_SECONDS = 1e-4
+"""Between looks for a step's end, in which other threads of a start compute."""
+
 STEP_SECONDS = 5.0
 """Longer than the mailbox waits for a sign of life."""
 
@@ -142,7 +145,7 @@ class _Rounds:
         while int(self._done_word[0]) != epoch or not self._exchange.idle:
             if time.monotonic() > limit:
                 raise ExchangeStalled("a step did not end")
-            time.sleep(0)
+            time.sleep(LOOK_SECONDS)
 
     def _launches(
         self, function: Callable[[Kernel], Function], experts: NDArray[np.int64], records: U8

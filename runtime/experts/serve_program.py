@@ -11,23 +11,16 @@ from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout
 from ops.cpu.compiling import name_of, product_name
+from ops.cpu.expert_use import add_token, count_uses, find_swaps
 from ops.cpu.experts import FEED_FORWARD
 from ops.cpu.job import record
 from ops.cpu.linear import MATRIX
 from ops.cpu.look_ahead import LOOK_AHEAD, MOST_AHEAD, fetch_ahead, look_ahead
 from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
+from ops.cpu.posts import ABORT, EPOCH, TURN
 from ops.cpu.program import LINE, Program, address_of, aligned
 from ops.cpu.router import ROUTE, route
-from ops.cpu.serve import (
-    ABORT,
-    EPOCH,
-    SERVE,
-    SERVE_SCRATCH_BYTES,
-    TURN,
-    quantized_bytes,
-    receive,
-    serve,
-)
+from ops.cpu.serve import SERVE, SERVE_SCRATCH_BYTES, quantized_bytes, receive, serve
 from ops.exchange import FORECAST_TOKENS, ExchangeLayout
 from ops.quants.block import ACTIVATION_GROUP
 from runtime.engine.feed_forward_jobs import ACTIVATIONS, SCORES
@@ -44,7 +37,7 @@ def kernels_of(weights: Mapping[str, Weight], layers: Sequence[MoeSpec]) -> list
     """Names of what programs of these layers call, as `ops.cpu.compiling` has them."""
     linears = [linear for layer in layers for linear in (*layer.gate_up, layer.down)]
     formats = {weights[linear.weight].format.name for linear in linears}
-    kernels = (receive, serve, fetch_ahead, look_ahead, route)
+    kernels = (receive, serve, fetch_ahead, look_ahead, route, count_uses, add_token, find_swaps)
     return [*map(name_of, kernels), *map(product_name, sorted(formats))]
 
 

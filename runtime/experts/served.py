@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.cpu.expert_use import COUNT_USES, call_of, count_uses
+from ops.cpu.job import record
+from ops.cpu.program import address_of, aligned
 from ops.gpu.router import in_place
 from runtime.experts.totals import (
     FETCHED,
@@ -88,22 +91,60 @@ class InPlaceRule:
     by_slot: NDArray[np.bool_]
     n_tokens: int
 
+    def applies_to(self, n_tokens: int) -> bool:
+        """Whether a step of so many tokens may read some."""
+        return self.every > 0 and n_tokens <= self.n_tokens
+
     def apply(self, kinds: I8, choices: I32) -> None:
         """Change those of i8[n_layers, n_tokens, n_used]."""
-        if choices.shape[1] <= self.n_tokens and self.by_slot.any():
+        if self.applies_to(choices.shape[1]):
             missed = (kinds == ON_CPU) & self.by_slot[:, None, None] & (choices >= 0)
             kinds[in_place(missed, self.every)] = IN_PLACE
 
 
-def counted(kinds: I8, choices: I32, rule: InPlaceRule) -> I64:
-    """i64[n, n_layers, 5]: what serves the choices, of each token or (n = 1) of all.
+class UseCounter:
+    """Counts what serves choices of experts.
 
-    kinds    i8[n_layers, n_expert]: what serves each expert
-    choices  i32[n_layers, n_tokens, n_used], -1: none
+    kinds  i8[n_layers, n_expert]: what serves each expert; looked at whenever something is counted
     """
-    (n_layers, n_expert), n = kinds.shape, 1
+
+    def __init__(self, kinds: I8) -> None:
+        self._kinds, n_layers = kinds, len(kinds)
+        self._choices = aligned(max(kinds.size, 1), np.int32)
+        self._counts = aligned(N_KINDS * max(kinds.size, 1), np.int64)
+        self._args = record(
+            COUNT_USES,
+            choices=address_of(self._choices),
+            kinds=address_of(kinds),
+            counts=address_of(self._counts),
+            n_layers=n_layers,
+            n_expert=kinds.shape[1],
+            n_kinds=N_KINDS,
+        )
+        self._call = call_of(count_uses, self._args)
+
+    def counted(self, choices: I32, rule: InPlaceRule) -> I64:
+        """i64[n, n_layers, N_KINDS]: what serves the choices, of each token or (n = 1) of all.
+
+        choices  i32[n_layers, n_tokens, n_used], -1: none
+        """
+        n_layers, n, n_used = choices.shape
+        if rule.applies_to(n) or choices.size > self._kinds.size:
+            return counted(self._kinds, choices, rule)
+        np.copyto(self._choices[: choices.size].reshape(choices.shape), choices)
+        self._args["n_tokens"], self._args["n_used"] = n, n_used
+        self._call()
+        n_counts = n * n_layers * N_KINDS
+        return self._counts[:n_counts].reshape(n, n_layers, N_KINDS).copy()
+
+
+def counted(kinds: I8, choices: I32, rule: InPlaceRule) -> I64:
+    """The same without a compiled call: of many choices, or where tokens read in place."""
+    (n_layers, n_expert), n = kinds.shape, choices.shape[1]
     layers = np.arange(n_layers)[:, None, None]
-    if choices.size > kinds.size:  # experts, not choices: a prompt's take 20 ms longer
+    if choices.size > kinds.size and not rule.applies_to(n):
+        # Experts, not choices: a prompt's take 20 ms longer.
+        n = 1
         cells = choices + (1 + (n_expert + 1) * layers)
         uses = np.bincount(cells.reshape(-1), minlength=n_layers * (n_expert + 1))
         weights = uses.reshape(n_layers, n_expert + 1)[:, 1:]
@@ -114,7 +155,6 @@ def counted(kinds: I8, choices: I32, rule: InPlaceRule) -> I64:
         rule.apply(chosen, choices)
         if int(choices.min(initial=0)) < 0:
             chosen[choices < 0] = NOBODY
-        n = choices.shape[1]
         cells = chosen + N_KINDS * (layers + n_layers * np.arange(n)[:, None])
         counts = np.bincount(cells.reshape(-1), minlength=N_KINDS * n_layers * n)
     return counts.reshape(n, n_layers, N_KINDS).astype(np.int64)

@@ -82,8 +82,8 @@ class Staging:
             try:
                 self._copy(buffer, parts)
             except DeviceError as error:
-                self.failure = str(error)
                 logger.warning("experts are no longer copied to the GPU: %s", error)
+                self.failure = str(error)
                 return
             self._read.append((upload, buffer))
 

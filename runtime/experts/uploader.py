@@ -1,28 +1,39 @@
 """Uploader: copies experts into slots of the GPU on a stream of its own, beside the steps.
 
-One expert is a few copies and an event. Python starts them while a step runs and looks at the
-events before the next: nothing waits, and no step's stream has a copy in it. Experts that are not
-pinned come by way of `Staging`.
+What sets out in a step travels together: one driver call for all copies, and an event behind them.
+Python starts them while a step runs and looks at the event before the next: nothing waits, and no
+step's stream has a copy in it. Experts that are not pinned come by way of `Staging`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from runtime.cuda.device import Device
-from runtime.cuda.stream import Event, Stream
+from runtime.cuda.stream import Copy, Event, Stream
 from runtime.experts.cache import Upload
 from runtime.experts.host_experts import HostExperts, HostPart
 from runtime.experts.link_meter import LinkMeter
 from runtime.experts.staging import Staging
 
 STAGING_BUFFERS = 4
+BATCHES = 4
+"""Under way at the same time: a step starts one, and they take less time than steps."""
 NEWEST_SHARE = 0.2
 """Of the latest measurement in the time of an upload."""
 SETTLE_SECONDS = 1e-3
+
+
+class _Batch(NamedTuple):
+    """Uploads that travel together, and the staging buffers that they come from."""
+
+    uploads: list[Upload]
+    buffers: list[int]
+    event: Event
 
 
 class Uploader:
@@ -36,20 +47,22 @@ class Uploader:
         most: int,
     ) -> None:
         """Raises: CudaError."""
-        self._host, self._slot_address = host, slot_address
+        self._host, self._slot_address, self._most = host, slot_address, most
         with ExitStack() as resources:
             self._stream = resources.enter_context(Stream(device, "uploads"))
             self._events = [
-                resources.enter_context(Event(device, "upload", timed=True)) for _ in range(most)
+                resources.enter_context(Event(device, "uploads", timed=True))
+                for _ in range(min(most, BATCHES))
             ]
             self._began = resources.enter_context(Event(device, "first upload", timed=True))
-            sizes = [layer.slot_bytes for layer in host.layers]
+            self._slot_bytes = [layer.slot_bytes for layer in host.layers]
             n_buffers = min(most, STAGING_BUFFERS)
-            self._staging = Staging(device, max(sizes, default=0), n_buffers)
+            self._staging = Staging(device, max(self._slot_bytes, default=0), n_buffers)
             resources.callback(self._staging.close)
             self._resources = resources.pop_all()
-        self._flying: deque[tuple[Upload, Event, int | None]] = deque()
-        self._staged: dict[Upload, Event] = {}
+        self._flying: deque[_Batch] = deque()
+        self._n_flying = 0
+        self._staged: set[Upload] = set()
         self._n_arrived = 0  # since `_began`
         self.meter = LinkMeter(device.info.index)
         self.seconds = 0.0
@@ -58,61 +71,69 @@ class Uploader:
     @property
     def room(self) -> int:
         """Uploads that may be started now."""
-        n_events = len(self._events)
-        return n_events if self._host.pins_all else min(n_events, self._staging.room)
+        if not self._events:
+            return 0
+        room = self._most - self._n_flying - len(self._staged)
+        return room if self._host.pins_all else min(room, self._staging.room)
 
-    def start(self, upload: Upload) -> None:
-        """Enqueue the expert's copies, or have it read first; at most `room` times.
+    def start(self, uploads: Sequence[Upload]) -> None:
+        """Enqueue the copies of these experts, at most `room` of them, and of those that were read
+        meanwhile; what is not pinned is read first.
 
         Raises: CudaError, DeviceLost.
         """
-        event, layer, expert = self._events.pop(), upload.layer, upload.expert
-        if not self._host.is_pinned(layer, expert):
-            self._staged[upload] = event
-            self._staging.start(upload, self._host.parts(layer, expert))
-            return
-        self._begin()
-        target = self._slot_address(upload.slot)
-        for offset, source, n_bytes in self._host.copies(layer, expert):
-            self._stream.upload(target + offset, source, n_bytes)
-        self._stream.record(event)
-        self._flying.append((upload, event, None))
-
-    def forward(self) -> None:
-        """Enqueue copies of experts that were read meanwhile.  Raises: CudaError, DeviceLost."""
-        for upload, buffer in self._staging.read():
+        together: list[Upload] = []
+        buffers: list[int] = []
+        copies: list[Copy] = []
+        if self._staged and self._events:
+            for upload, buffer in self._staging.read():
+                self._staged.remove(upload)
+                n_bytes, target = self._slot_bytes[upload.layer], self._slot_address(upload.slot)
+                copies.append((target, self._staging.address(buffer), n_bytes))
+                together.append(upload)
+                buffers.append(buffer)
+        host = self._host
+        all_pinned = host.pinned
+        for upload in uploads:
+            layer, expert, slot = upload
+            if not (all_pinned or host.is_pinned(layer, expert)):
+                self._staged.add(upload)
+                self._staging.start(upload, host.parts(layer, expert))
+                continue
+            target = self._slot_address(slot)
+            for offset, source, n_bytes in host.copies(layer, expert):
+                copies.append((target + offset, source, n_bytes))
+            together.append(upload)
+        if together:
             self._begin()
-            event = self._staged.pop(upload)
-            n_bytes = self._host.layers[upload.layer].slot_bytes
-            target = self._slot_address(upload.slot)
-            self._stream.upload(target, self._staging.address(buffer), n_bytes)
+            self._stream.upload_all(copies)
+            event = self._events.pop()
             self._stream.record(event)
-            self._flying.append((upload, event, buffer))
-
-    def arrived(self) -> list[Upload]:
-        """Uploads that have ended since the last call.  Raises: DeviceLost, CudaError."""
-        ended = []
-        n_bytes = 0
-        last: Event | None = None
-        while self._flying and self._flying[0][1].passed():
-            upload, event, buffer = self._flying.popleft()
-            self._events.append(event)
-            if buffer is not None:
-                self._staging.give(buffer)
-            self._n_arrived += 1
-            n_bytes += self._host.layers[upload.layer].slot_bytes
-            last = event
-            ended.append(upload)
-        if last is not None:
-            self._measure(last, n_bytes)
-        return ended
+            self._flying.append(_Batch(together, buffers, event))
+            self._n_flying += len(together)
 
     def _begin(self) -> None:
-        """Before the first copy of an upload: nothing may be under way."""
+        """Before the copies of a batch: nothing may be under way."""
         if not self._flying:
             self._stream.record(self._began)
             self.meter.begins()
             self._n_arrived = 0
+
+    def arrived(self) -> list[Upload]:
+        """Uploads that have ended since the last call.  Raises: DeviceLost, CudaError."""
+        ended: list[Upload] = []
+        last: Event | None = None
+        while self._flying and self._flying[0].event.passed():
+            uploads, buffers, last = self._flying.popleft()
+            self._events.append(last)
+            for buffer in buffers:
+                self._staging.give(buffer)
+            ended += uploads
+        if last is not None:
+            self._n_flying -= len(ended)
+            self._n_arrived += len(ended)
+            self._measure(last, sum(self._slot_bytes[upload.layer] for upload in ended))
+        return ended
 
     def _measure(self, last: Event, n_bytes: int) -> None:
         """All uploads since `_began` have arrived up to `last`, one behind the other, n_bytes of
@@ -131,7 +152,7 @@ class Uploader:
         ended = self.arrived()
         while self._flying or (self._staged and self._staging.failure is None):
             time.sleep(SETTLE_SECONDS)
-            self.forward()
+            self.start(())
             ended += self.arrived()
         return ended
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from profiles import (
     ModelIdentity,
     ProfileError,
+    RecentUse,
     UsageProfile,
     alone_with,
     load_profile,
@@ -26,6 +27,7 @@ from profiles import (
     tensor_hash,
 )
 from runtime.config import environment
+from runtime.experts.known_use import KnownUse
 from runtime.models.gguf import GGUFFile
 from runtime.models.gguf_header import MetadataValue
 from runtime.models.model import Model
@@ -38,6 +40,7 @@ U64 = NDArray[np.uint64]
 
 USAGE_KEY = "moe_cache.expert_usage"
 SAVE_SECONDS = 180.0
+HEAT_UNIT = 1e6
 OFF = "0"
 
 
@@ -95,6 +98,7 @@ class LifetimeUsage:
     known     u64[n_moe_layers, n_expert]: uses by known_tokens tokens; all 0: nothing is known
     source    where that came from, for people
     path      None: nothing is saved; see `own_path`
+    recent    use by the last tokens; None: not known
     """
 
     identity: ModelIdentity
@@ -103,21 +107,37 @@ class LifetimeUsage:
     source: str
     path: Path | None
     saved_at: float = 0.0
+    recent: RecentUse | None = None
+
+    @property
+    def for_plan(self) -> KnownUse:
+        """What plans are made with."""
+        return KnownUse(self.known, None if self.recent is None else self.recent.served)
+
+    @property
+    def heat(self) -> U64:
+        """How early the experts are wanted, u64[n_moe_layers, n_expert]: a number to sort by."""
+        if self.recent is None:
+            return self.known
+        rates: U64 = (HEAT_UNIT * self.recent.rates.max(axis=0)).astype(np.uint64)
+        return rates
 
     def due(self, now: float) -> bool:
         """Whether it is time to save, by a clock in seconds."""
         return self.path is not None and now - self.saved_at >= SAVE_SECONDS
 
-    def save(self, uses: I64, n_tokens: int, now: float) -> None:
-        """Add uses by n_tokens tokens that were not saved before.  Blocks for a disk.
+    def save(self, uses: I64, n_tokens: int, now: float, recent: RecentUse | None = None) -> None:
+        """Add uses by n_tokens tokens that were not saved before, and keep what is known of the
+        last ones.  Blocks for a disk.
 
-        A file that cannot be read is replaced; one that cannot be written is a warning.
+        A damaged profile is replaced; where something else is, or nothing can be written, that is
+        a warning.
         """
         self.saved_at = now
         if self.path is None or not uses.any():
             return
         counts = scaled_down(np.asarray(uses, np.uint64).reshape(self.known.shape))
-        profile = UsageProfile(self.identity, counts, n_tokens)
+        profile = UsageProfile(self.identity, counts, n_tokens, recent)
         try:
             with alone_with(self.path):
                 path = own_path(self.path, self.identity)
@@ -149,7 +169,8 @@ def lifetime_usage(
         tell(f"{path} is another model's: {own} is")
     profile = None if own is None else _loaded(own, identity, shape, tell)
     if profile is not None:
-        return LifetimeUsage(identity, profile.counts, profile.n_tokens, str(own), path)
+        found = identity, profile.counts, profile.n_tokens, str(own), path
+        return LifetimeUsage(*found, recent=profile.recent)
     table = file_usage(model.metadata, model.spec)
     if table is not None and table.any():
         used = max((block.n_used for block in blocks if isinstance(block, MoeSpec)), default=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +77,29 @@ class HeaderReader:
 
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings; one tight loop, because vocabularies have hundreds of thousands."""
-        values: list[str] = []
-        append, unpack = values.append, _U64.unpack_from
-        data, position = self._data, self.position
-        try:
-            for _ in range(count):
-                begin = position + 8
-                if begin > len(data):
-                    self.position = position
-                    self._need(8, f"length of {what}")
-                    data = self._data
-                end = begin + unpack(data, position)[0]
-                if end > len(data):
-                    self.position = begin
-                    self._need(end - begin, what)
-                    data = self._data
-                append(data[begin:end].decode())
-                position = end
-        except UnicodeDecodeError as error:
-            raise self.corrupt(f"{what} is not UTF-8", position) from error
+        start, raw = self.position, list[bytes]()
+        append, unpack = raw.append, _U64.unpack_from
+        data, position = self._data, start
+        for _ in range(count):
+            begin = position + 8
+            if begin > len(data):
+                self.position = position
+                self._need(8, f"length of {what}")
+                data = self._data
+            position = begin + unpack(data, position)[0]
+            if position > len(data):
+                self.position = begin
+                self._need(position - begin, what)
+                data = self._data
+            append(data[begin:position])
         self.position = position
-        return values
+        try:
+            # All at once, which takes half as long; what has a NUL itself is decoded one by one.
+            texts = b"\0".join(raw).decode().split("\0")
+            return texts if len(texts) == count else [text.decode() for text in raw]
+        except UnicodeDecodeError as error:
+            at = start + sum(8 + len(text) for text in takewhile(_is_utf8, raw))
+            raise self.corrupt(f"{what} is not UTF-8", at) from error
 
     def _need(self, n_bytes: int, what: str) -> None:
         """Have `n_bytes` more bytes in `_data`."""
@@ -114,3 +117,11 @@ class HeaderReader:
             if not more:
                 raise self.corrupt("the file became shorter while it was read")
             self._data += more
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
@@ -18,15 +21,7 @@ class BpeModel:
     adds_space = False
 
     def __init__(self, vocabulary: Vocabulary, cuts: PreTokenizer) -> None:
-        merges = _merges(vocabulary)
-        merged = {left + right for left, right in merges}
-        ids = {
-            text: id
-            for id, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.kinds, strict=True))
-            # With ignore_merges a piece that spells a control token would become one.
-            if not kind & (CONTROL | UNKNOWN) or text in merged or len(text) == 1
-        }
-        model = models.BPE(ids, merges, ignore_merges=cuts.ignore_merges)
+        model = _model(vocabulary, ignore_merges=cuts.ignore_merges)
         self._pipeline = tokenizers.Tokenizer(model)
         self._cutter = _cutter(cuts)
         self._pipeline.pre_tokenizer = pre_tokenizers.Sequence(
@@ -66,27 +61,49 @@ def _cutter(cuts: PreTokenizer) -> pre_tokenizers.Sequence:
     )
 
 
-def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """(left, right) by rank; of a repeated merge the first counts.
+def _model(vocabulary: Vocabulary, *, ignore_merges: bool) -> models.BPE:
+    """The library's model.
 
     Raises: CorruptModel for a merge that is not two tokens or does not make one.
     """
-    merges: dict[tuple[str, str], None] = {}
-    ids = vocabulary.ids
-    for rank, merge in enumerate(vocabulary.strings("merges")):
-        # A space inside a token is written as another character, so the first one separates.
+    merges = list(dict.fromkeys(vocabulary.strings("merges")))  # of a repeated one the first counts
+    known = set(merges)
+    ids = {
+        text: id
+        for id, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.kinds, strict=True))
+        # With ignore_merges a piece that spells a control token would become one.
+        if not kind & (CONTROL | UNKNOWN) or len(text) == 1 or _is_merged(text, known)
+    }
+    # A space inside a token is written as another character, so the first one separates.
+    pairs: list[Any] = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        return models.BPE(ids, pairs, ignore_merges=ignore_merges)
+    except Exception as error:  # the library has no type of its own for what it refuses
+        raise _bad_merges(vocabulary, merges, ids) from error
+
+
+def _is_merged(text: str, merges: set[str]) -> bool:
+    """Whether one of the merges makes it."""
+    return any(f"{text[:n]} {text[n:]}" in merges for n in range(1, len(text)))
+
+
+def _bad_merges(vocabulary: Vocabulary, merges: list[str], ids: Mapping[str, int]) -> CorruptModel:
+    """The first one of them that the library cannot take."""
+    for rank, merge in enumerate(merges):
         left, _, right = merge.partition(" ")
         if left not in ids or right not in ids or left + right not in ids:
-            raise _bad_merge(vocabulary, rank, merge)
-        merges[left, right] = None
-    return list(merges)
+            return _bad_merge(vocabulary, rank, merge)
+    return vocabulary.corrupt("merges", "cannot be used")
 
 
 def _bad_merge(vocabulary: Vocabulary, rank: int, merge: str) -> CorruptModel:
     left, space, right = merge.partition(" ")
     if not space or not left or not right:
         return vocabulary.corrupt("merges", f"merge {rank} is not 'left right'")
-    missing = next(text for text in (left, right, left + right) if text not in vocabulary.ids)
+    wanted = (left, right, left + right)
+    missing = next((text for text in wanted if text not in vocabulary.ids), None)
+    if missing is None:
+        return vocabulary.corrupt("merges", f"merge {rank} is of control tokens")
     return vocabulary.corrupt(
         "merges", f"merge {rank} needs the token {missing[:40]!r}, which does not exist"
     )

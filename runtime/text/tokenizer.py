@@ -7,6 +7,7 @@ where its pieces would merge into one; and a file without BOS or EOS id has none
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from typing import Protocol
 
 from runtime.errors import RequestError, TokenizerUnavailable
@@ -40,7 +41,11 @@ class Tokenizer:
         self.add_bos = add_bos
         self.add_eos = add_eos
         self._model = model
-        self._bytes = [_token_bytes(vocabulary, model, id) for id in range(len(vocabulary.texts))]
+        self._n_vocab = len(vocabulary.texts)
+        self._bytes = cache(partial(_token_bytes, vocabulary, model))
+        for id, kind in enumerate(vocabulary.kinds):
+            if kind & BYTE:
+                self._bytes(id)  # which finds out whether it is one
 
     @classmethod
     def from_metadata(
@@ -91,7 +96,7 @@ class Tokenizer:
     @property
     def n_vocab(self) -> int:
         """How many tokens there are."""
-        return len(self._bytes)
+        return self._n_vocab
 
     @property
     def bos_id(self) -> int | None:
@@ -169,9 +174,9 @@ class Tokenizer:
 
         Raises: RequestError for an id outside the vocabulary.
         """
-        if not 0 <= id < len(self._bytes):
-            raise RequestError("tokens", f"token id {id} is outside 0 to {len(self._bytes) - 1}")
-        return self._bytes[id]
+        if not 0 <= id < self._n_vocab:
+            raise RequestError("tokens", f"token id {id} is outside 0 to {self._n_vocab - 1}")
+        return self._bytes(id)
 
     def piece(self, id: int) -> str:
         """`token_bytes` as text; part of a character shows as U+FFFD."""

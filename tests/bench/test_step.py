@@ -97,7 +97,7 @@ def test_a_step_is_taken_apart(
         weights = model.weights
         qkv = sum(weights[f"blk.0.attn_{part}.weight"].n_bytes for part in "qkv")
         assert sizes["logits"] == weights["output.weight"].n_bytes
-        assert sizes["router"] == weights["blk.0.ffn_gate_inp.weight"].n_bytes
+        assert sizes["route"] == weights["blk.0.ffn_gate_inp.weight"].n_bytes
         experts = [
             weights[f"blk.0.ffn_{part}_exps.weight"].n_bytes for part in ("gate", "up", "down")
         ]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from runtime.cuda.device import Device
-from runtime.cuda.driver import Driver
+from runtime.cuda.driver import Driver, initialized
 from runtime.cuda.memory import Arena, DeviceBuffer, PinnedBuffer, RegisteredMemory, arena_bytes
 from runtime.cuda.stream import Stream
-from runtime.errors import CudaError, EngineBug, OutOfDeviceMemory, PinningFailed
+from runtime.errors import CudaError, DeviceLost, EngineBug, OutOfDeviceMemory, PinningFailed
 from tests.support.cuda_constants import CUresult
 from tests.support.fake_driver import FakeDriver
 
@@ -36,6 +36,71 @@ def test_bytes_go_up_and_come_down(device: Device) -> None:
             expected = source.copy()
             expected[100:150] = 7
             np.testing.assert_array_equal(host_after.view, expected)
+
+
+@pytest.mark.parametrize("n_copies", [1, 2, 9])
+def test_many_copies_go_up_together(device: Device, n_copies: int) -> None:
+    n_bytes, whole = 1000, 1000 * n_copies
+    with (
+        Stream(device) as stream,
+        PinnedBuffer(device, whole) as host,
+        PinnedBuffer(device, whole) as back,
+        DeviceBuffer(device, whole) as buffer,
+    ):
+        host.view[:] = np.random.default_rng(2).integers(0, 256, whole, np.uint8)
+        order = np.random.default_rng(3).permutation(n_copies)
+        copies = [
+            (buffer.address + n_bytes * int(to), host.host + n_bytes * n, n_bytes)
+            for n, to in enumerate(order)
+        ]
+        stream.fill(buffer.address, 7, whole)  # before them
+        stream.upload_all(copies)
+        stream.fill(buffer.address, 9, 3)  # behind them
+        stream.download(back.host, buffer.address, whole)
+        stream.synchronize()
+        expected = np.empty((n_copies, n_bytes), np.uint8)
+        expected[order] = host.view.reshape(n_copies, n_bytes)
+        expected[0, :3] = 9
+        np.testing.assert_array_equal(back.view, expected.reshape(-1))
+
+
+@pytest.mark.parametrize(("version", "n_calls"), [(13000, 1), (12060, 0)])
+def test_many_copies_are_one_call_where_the_driver_has_it(version: int, n_calls: int) -> None:
+    fake = FakeDriver(version=version)
+    with (
+        Device(initialized(fake, "12.9.0")) as device,
+        Stream(device) as stream,
+        PinnedBuffer(device, 64) as host,
+        DeviceBuffer(device, 64) as buffer,
+    ):
+        stream.upload_all([(buffer.address + at, host.host + at, 8) for at in (0, 16, 40)])
+    assert fake.calls["cuMemcpyBatchAsync"] == n_calls
+    assert fake.calls["cuMemcpyHtoDAsync"] == (0 if n_calls else 3)
+
+
+def test_a_driver_that_takes_no_batch_gets_the_copies_one_by_one() -> None:
+    fake = FakeDriver()
+    fake.fail["cuMemcpyBatchAsync"] = CUresult["CUDA_ERROR_INVALID_VALUE"]
+    with (
+        Device(initialized(fake, "13.4.4")) as device,
+        Stream(device) as stream,
+        Stream(device) as another,
+        PinnedBuffer(device, 64) as host,
+        PinnedBuffer(device, 64) as back,
+        DeviceBuffer(device, 64) as buffer,
+    ):
+        host.view[:] = np.arange(64)
+        for _ in range(2):
+            stream.upload_all([(buffer.address + at, host.host + at, 32) for at in (0, 32)])
+        stream.download(back.host, buffer.address, 64)
+        stream.synchronize()
+        np.testing.assert_array_equal(back.view, host.view)
+        assert fake.calls["cuMemcpyBatchAsync"] == 1 and fake.calls["cuMemcpyHtoDAsync"] == 4
+        fake.lost = CUresult["CUDA_ERROR_ILLEGAL_ADDRESS"]
+        with pytest.raises(DeviceLost):
+            another.upload_all([(buffer.address, host.host, 4), (buffer.address, host.host, 4)])
+        assert fake.calls["cuMemcpyBatchAsync"] == 2 and fake.calls["cuMemcpyHtoDAsync"] == 4
+        fake.lost = None
 
 
 def test_too_much_is_refused_with_what_was_asked_and_what_is_free(device: Device) -> None:

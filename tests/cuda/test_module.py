@@ -120,3 +120,21 @@ def test_declared_shared_memory_counts_towards_what_needs_no_word(device: Device
         function.allow_shared_bytes(1 << 10)  # takes nothing back
         launch.enqueue(stream)
         stream.synchronize()
+
+
+def test_a_text_whose_recipe_is_known_is_not_made_again(device: Device, tmp_path: Path) -> None:
+    cache = CubinCache(tmp_path)
+    made: list[str] = []
+
+    def make() -> str:
+        made.append(FILL)
+        return FILL
+
+    for recipe, n_made in (("one", 1), ("one", 1), ("another", 2), ("another", 2)):
+        with Module(device, make, "fill", cache, recipe=recipe) as module:
+            assert module.function("fill").entry == "fill"
+        assert len(made) == n_made, recipe
+    for file in cache.directory.iterdir():
+        file.write_bytes(b"cut short")
+    Module(device, make, "fill", cache, recipe="one").close()
+    assert len(made) == 3

@@ -43,6 +43,24 @@ async def test_a_compute_error_ends_its_request_only() -> None:
         assert statistics.n_running == 0
 
 
+async def test_a_callback_that_raises_ends_its_request_only() -> None:
+    def broken(_: object) -> None:
+        raise ValueError("broken callback")
+
+    async with runtime.open_engine(CONFIG) as engine:
+        expected = ids(await read(engine, list(range(100))))
+        answers = await asyncio.gather(
+            read(engine, list(range(100)), reuse_prefix=False),
+            read(engine, list(range(50, 150)), on_progress=broken),
+            return_exceptions=True,
+        )
+        assert str(answers[1]) == "broken callback"
+        assert not isinstance(answers[0], BaseException)
+        assert ids(answers[0]) == expected
+        await read(engine, [1, 2])  # which begins after whatever was left has been cancelled
+        assert engine.statistics().n_running == 0
+
+
 async def test_what_a_failed_sequence_computed_is_never_reused() -> None:
     prompt = list(range(150, 250))
     async with runtime.open_engine(CONFIG) as engine:

@@ -31,6 +31,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bad on two")
+    return BLOCK_MODELS["qwen3moe"]("Q8_0", 2).write(directory / "model.gguf")
+
+
+@pytest.fixture(scope="module")
 def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cubins")
 
@@ -57,20 +63,27 @@ def held(facts: dict[str, object]) -> tuple[object, object]:
     return facts["experts"], facts.get("expert_swaps")
 
 
-@pytest.mark.parametrize("cache", [-1, 2], ids=["resident", "hybrid"])
+@pytest.mark.parametrize(
+    ("cache", "n_gpus"),
+    [(-1, 1), (2, 1), (2, 2)],
+    ids=["resident", "hybrid", "hybrid on two"],
+)
 def test_every_allocation_that_fails_leads_to_the_cpu_or_a_smaller_cache(
-    cache: int, path: Path, gpu: BadDriver
+    cache: int, n_gpus: int, path: Path, two_layers: Path, gpu: BadDriver
 ) -> None:
-    config = config_of(path, "auto", moe_expert_cache=cache)
+    gpu.n_devices = n_gpus
+    path = path if n_gpus == 1 else two_layers
+    config = config_of(path, "auto", moe_expert_cache=cache, split_mode="layer")
     open_and_close(config)  # which assembles
     gpu.sites.clear()
     facts, _ = open_and_close(config)
     assert facts["device"] == "cuda"
+    assert len(facts.get("gpus", "1")) == n_gpus  # type: ignore[arg-type]
     whole = held(facts)
     sites = dict(gpu.sites)
     assert len(sites) > 20
     for site, n_calls in sites.items():
-        for call in {0, n_calls // 2, max(n_calls - 3, 0)}:
+        for call in {0, n_calls // 2, max(n_calls - 3, 0)} if n_gpus == 1 else {n_calls - 1}:
             gpu.sites.clear()
             gpu.n_allocating, gpu.out_of_memory_at, gpu.failing = 0, None, (site, call)
             facts, reason = open_and_close(config)
@@ -78,7 +91,8 @@ def test_every_allocation_that_fails_leads_to_the_cpu_or_a_smaller_cache(
             ends_capture = str(site[0]) == "cuStreamEndCapture"
             assert ends_capture or gpu.out_of_memory_at is not None, site  # it was reached
             if facts["device"] == "cuda":
-                assert held(facts) != whole or facts["notices"], site
+                fewer = n_gpus > 1 and "gpus" not in facts
+                assert held(facts) != whole or facts["notices"] or fewer, site
                 continue
             assert reason.startswith("cpu, because of cuda: "), site
             if site[0] != "cuDevicePrimaryCtxRetain":  # before that nothing is known

@@ -70,6 +70,32 @@ def test_contexts_have_classes_too() -> None:
     assert {shape.n_tokens for shape in shapes.largest()} == {1, 2, 4, 8, 16, 31}
 
 
+def test_the_first_request_finds_its_classes() -> None:
+    shapes = StepShapes(LIMITS, 31)
+    first = shapes.first_request()
+    step = step_of([1], [0], first=70)
+    assert first == [shapes.of(replace(step, sampling=(work(k),))) for k in (1, 40)]
+    assert [shape.sampling for shape in first] == [Sampling.BEST, Sampling.CHAIN]
+    without = StepShapes(replace(LIMITS, n_vocab=MAX_VOCAB + 1), 31)
+    assert without.first_request() == [without.of(step)]
+
+
+def test_likely_classes_are_those_of_one_sequence() -> None:
+    shapes = StepShapes(LIMITS, 512)
+    likely = shapes.likely()
+    assert len(likely) == len(set(likely))
+    prompt = StepKind.PREFILL
+    of_it = [shapes.of(step_of([n], [n - 1], prompt)) for n in (1, 2, 5, 8, 20, 31, 64, 200, 512)]
+    of_it.append(shapes.of(step_of([512], [], prompt, first=512)))
+    for first in (0, 300, 600, 1200):
+        step = step_of([1], [0], first=first)
+        of_it += [shapes.of(replace(step, sampling=(work(k),))) for k in (1, 40)]
+    assert set(of_it) <= set(likely)
+    assert likely[: len(shapes.first_request())] != shapes.first_request()  # prompts come first
+    few = StepShapes(replace(LIMITS, n_pages=2), 512).likely()
+    assert max(shape.n_tokens for shape in few) <= 64 and {s.n_context for s in few} == {64}
+
+
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     share=st.floats(0, 1),

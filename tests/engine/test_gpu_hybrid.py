@@ -16,7 +16,7 @@ import pytest
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.step import F32, StepKind
 from runtime.errors import ExchangeStalled
-from runtime.experts import cached_experts, exchange, fetched_experts
+from runtime.experts import cache_settings, exchange, fetched_experts
 from runtime.models import Model, open_model
 from tests.engine.test_gpu_executor import TOKENS, executor_of, logits_of, step_of
 from tests.support.block_models import BLOCK_MODELS
@@ -76,10 +76,10 @@ async def test_the_cache_changes_no_bit(
         assert facts["experts"] == "all on the GPU"
         for slots, zero_copy, every in caches:
             settings = partial(
-                cached_experts.CacheSettings, zero_copy=zero_copy, in_place_every=every
+                cache_settings.CacheSettings, zero_copy=zero_copy, in_place_every=every
             )
             with monkeypatch.context() as patch:
-                patch.setattr(cached_experts, "CacheSettings", settings)
+                patch.setattr(cache_settings, "CacheSettings", settings)
                 logits, facts = await greedy(model, tmp_path, slots)
             assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32)), slots
             for kind in served:

@@ -15,12 +15,14 @@ from runtime.config import EngineConfig
 from runtime.cuda import module as module_file
 from runtime.cuda.driver import Driver, initialized
 from runtime.cuda.module import CubinCache
+from runtime.engine import placement
 from runtime.engine.engine import Engine
+from runtime.engine.gpu import captured_steps
 from runtime.engine.gpu.opening import open_gpu_executor
 from runtime.engine.gpu.settings import MARGIN_BYTES, GPUSettings
 from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
-from runtime.errors import DeviceError, DeviceUnavailable
+from runtime.errors import CorruptModel, DeviceError, DeviceUnavailable
 from runtime.models import Model, open_model
 from runtime.progress import Progress
 from tests.support.block_models import BLOCK_MODELS
@@ -74,7 +76,7 @@ def test_it_says_what_it_is(model: Model, tmp_path: Path) -> None:
     assert facts["gpu"] == "Fake GPU 0"
     assert facts["experts"] == "all on the GPU"
     assert facts["kv_bytes"] == facts["kv_pages"] * facts["kv_page_bytes"]
-    assert facts["captured_graphs"] == 6
+    assert facts["captured_graphs"] == 2  # what one sequence decodes by
     assert fake.live == {}
 
 
@@ -153,6 +155,34 @@ async def test_the_engine_takes_the_gpu_and_says_the_cpus_tokens(
             tokens[device] = await greedy(engine, 3)
     assert tokens["auto"] == tokens["cpu"]
     assert fake_gpu.live == {}
+
+
+async def test_graphs_whose_arrays_outgrow_their_room_are_planned_anew(
+    path: Path, fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=path, n_ctx=256, n_parallel=2, n_threads=1, device="cuda")
+    tokens = []
+    for n_bytes in (captured_steps.LEAST_CONSTANT_BYTES, 1):
+        monkeypatch.setattr(captured_steps, "LEAST_CONSTANT_BYTES", n_bytes)
+        async with open_engine(config) as engine:
+            tokens.append(await greedy(engine, 2))
+    assert tokens[0] == tokens[1]
+    assert fake_gpu.live == {}
+
+
+async def test_a_vocabulary_that_is_wrong_ends_an_opening_that_went_well(
+    path: Path, fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(model: Model) -> None:
+        raise CorruptModel(model.path, "two tokens have the same text")
+
+    monkeypatch.setattr(placement, "facts_of", wrong)
+    for limit in (None, 0.01):  # the second one: the GPU cannot be used either
+        config = EngineConfig(model=path, n_ctx=256, n_threads=1, device="cuda", vram_limit=limit)
+        with pytest.raises(CorruptModel, match="same text"):
+            async with open_engine(config):
+                pass
+        assert fake_gpu.live == {}
 
 
 async def test_the_cpu_computes_where_the_gpu_cannot_and_says_why(

@@ -35,6 +35,7 @@ from runtime.engine.open_engine import open_engine
 from runtime.engine.planning import plan_engine
 from runtime.engine.proposals import gpu_proposals
 from runtime.errors import ConfigError, DeviceUnavailable
+from runtime.experts.known_use import KnownUse
 from runtime.models import Model, open_model
 from runtime.models.spec import MoeSpec
 from runtime.progress import Progress
@@ -195,9 +196,29 @@ def test_known_uses_make_even_few_slots_pay(model: Model) -> None:
     uses[:, 3] = 100
     uses[:, 5] = 1
     [unknown] = some_experts([parts], [room], SETTINGS)
-    [known] = some_experts([parts], [room], SETTINGS, known=[uses])
+    [known] = some_experts([parts], [room], SETTINGS, known=[KnownUse(uses)])
     assert unknown.holding is Holding.LAYERS
     assert known.holding is Holding.CACHE
+
+
+def test_what_a_cache_served_corrects_what_is_expected(model: Model) -> None:
+    parts = layers(model, 3)
+    n_expert = parts[0].experts.n_expert
+    half, most = [n_expert // 2] * 3, [n_expert * 3 // 4] * 3
+    uses = np.ones((3, n_expert), np.int64)
+    ruled = expected_hits(parts, half, KnownUse(uses))
+    assert ruled == expected_hits(parts, half, None)
+    for rate in (0.95, ruled[0], 0.5):
+        known = KnownUse(uses, (0.5, rate))
+        assert expected_hits(parts, half, known) == pytest.approx([rate] * 3)
+        (more, *_) = expected_hits(parts, most, known)
+        assert rate < more < 1.0 and (more > expected_hits(parts, most, None)[0]) == (
+            rate > ruled[0]
+        )
+    for served in ((0.0, 0.5), (1.0, 0.5)):  # no cache, or one that cannot miss
+        assert expected_hits(parts, half, KnownUse(uses, served)) == ruled
+    assert min(expected_hits(parts, half, KnownUse(uses, (0.5, 0.0)))) > 0.0
+    assert KnownUse(uses, (0.5, 0.25)).part(slice(1, 3)).served == (0.5, 0.25)
 
 
 def test_whole_layers_or_a_cache_may_be_asked_for(

@@ -7,16 +7,19 @@ import io
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, redirect_stderr
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import runtime
 from runtime.config import ContextShape, EngineConfig, context_shape
-from runtime.engine import fake_model, opening
+from runtime.engine import fake_model, opening, placement
 from runtime.engine.placement import Opened, open_placed
+from runtime.errors import CorruptModel
 from tests.support.fake_engine import GREEDY, read
 
 SHAPES = [
@@ -153,6 +156,50 @@ async def test_a_cancelled_load_is_left_at_once_and_cleans_up(
         assert isinstance(load.error, CancelledError)
     else:
         assert await asyncio.to_thread(load.closed.wait, 10)
+
+
+async def test_openings_that_overlap_leave_threads_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = sys.getswitchinterval()
+    gates = {n: (threading.Event(), threading.Event()) for n in (300, 400)}
+
+    def gated(config: EngineConfig, progress: runtime.Progress) -> Opened:
+        began, go_on = gates[config.n_ctx or 0]
+        began.set()
+        assert go_on.wait(10)
+        return open_placed(replace(config, n_ctx=None), progress)
+
+    monkeypatch.setattr(opening, "open_placed", gated)
+    openings = []
+    for n, (began, _) in gates.items():
+        config = EngineConfig(device="fake", n_ctx=n)
+        openings.append(asyncio.create_task(opening.open_off_loop(config, runtime.Progress())))
+        assert await asyncio.to_thread(began.wait, 10)
+    assert sys.getswitchinterval() < usual
+    for task, (_, go_on) in zip(openings, gates.values(), strict=True):
+        go_on.set()
+        await (await task).close()
+    assert sys.getswitchinterval() == usual
+
+
+def test_a_bad_vocabulary_ends_the_work_that_is_done_beside_its_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(_: object) -> None:
+        raise CorruptModel("a.gguf", "tokenizer.ggml.merges: cannot be used")
+
+    def endless(*given: Any) -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            given[3].advance()
+
+    monkeypatch.setattr(placement, "facts_of", refused)
+    monkeypatch.setattr(placement, "DEVICES", {"cpu": endless})
+    progress = runtime.Progress()
+    with pytest.raises(CorruptModel, match="merges"):
+        open_placed(EngineConfig(device="cpu"), progress)
+    progress.advance()  # whoever shows it may open another model
 
 
 async def test_what_fails_to_open_raises_and_leaves_no_thread() -> None:

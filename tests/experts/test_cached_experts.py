@@ -13,7 +13,8 @@ from runtime.cuda.device import Device
 from runtime.engine.gpu.expert_plan import even_slots, moe_layers_of, slots_bytes
 from runtime.errors import DeviceLost, OutOfDeviceMemory
 from runtime.experts import cached_experts
-from runtime.experts.cached_experts import CachedExperts, CacheSettings
+from runtime.experts.cache_settings import CacheSettings
+from runtime.experts.cached_experts import CachedExperts
 from runtime.experts.host_experts import HostExperts
 from tests.support.cuda_constants import CUresult
 from tests.support.fake_driver import FakeDriver

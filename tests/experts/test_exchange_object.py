@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ops.cpu.team import Team, acquire_team
 from runtime.cuda.device import Device
 from runtime.errors import DeviceError, EngineBug, ExchangeStalled
 from runtime.experts.exchange import Exchange, ExchangeSizes
+from runtime.experts.serve_times import ServeTimes
 from tests.support.fake_driver import FakeDriver
 from tests.support.moe_layers import MoeLayers
 
@@ -39,7 +41,7 @@ def test_a_step_begins_only_after_the_one_before(device: Device, team: Team) -> 
     exchange = exchange_of(device, team)
     exchange.begin(1)
     assert not exchange.idle
-    with pytest.raises(ExchangeStalled, match="have not finished an earlier step"):
+    with pytest.raises(EngineBug, match="have not finished an earlier step"):
         exchange.begin(2)
     DONE[0] = 1
     while not exchange.idle:
@@ -54,14 +56,14 @@ def test_a_step_waits_behind_the_one_that_is_served(device: Device, team: Team) 
     exchange = exchange_of(device, team)
     exchange.begin(1)
     exchange.begin(2, behind=True)
-    with pytest.raises(ExchangeStalled, match="have not finished an earlier step"):
+    with pytest.raises(EngineBug, match="have not finished an earlier step"):
         exchange.begin(3, behind=True)
     assert not exchange.ended(1)
     DONE[0] = 1
     while not exchange.ended(1):
         pass
     assert not exchange.ended(2)
-    with pytest.raises(ExchangeStalled, match="have not finished an earlier step"):
+    with pytest.raises(EngineBug, match="have not finished an earlier step"):
         exchange.begin(3)
     exchange.begin(3, behind=True)
     DONE[0] = 3
@@ -71,37 +73,75 @@ def test_a_step_waits_behind_the_one_that_is_served(device: Device, team: Team) 
     exchange.close()
 
 
+def gave_up(exchange: Exchange, epoch: int, layer: int) -> None:
+    """What the GPU says of a step."""
+    place = exchange._memory.view[words.FAILED + 8 * (epoch % 2) :][:8].view(np.uint32)
+    place[:] = words.failed_number(epoch), layer
+
+
 def test_a_step_behind_one_that_failed_fails_too(device: Device, team: Team) -> None:
     exchange = exchange_of(device, team)
-    exchange._memory.view[words.FAILED :][:8].view(np.uint32)[:] = 7, 1
-    with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
-        exchange.check(7)
-    exchange.check(8)
-    with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
-        exchange.check(8, behind=True)
-    exchange.check(9, behind=True)
+    for epoch in (7, (1 << 32) - 1):
+        gave_up(exchange, epoch, 1)
+        with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
+            exchange.check(epoch)
+        following = [(epoch + n) % (1 << 32) for n in (1, 2, 3, 4, 5)]
+        exchange.check(following[0])
+        for later in following[:3]:
+            with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
+                exchange.check(later, behind=True)
+        exchange.check(following[3])
+        exchange.check(following[4], behind=True)
     exchange.close()
 
 
-def test_a_failure_that_the_next_step_s_has_hidden_is_not_overlooked(
-    device: Device, team: Team
+@pytest.mark.parametrize("epoch", [6, 7, 0, (1 << 32) - 1])
+def test_a_step_counts_although_the_one_behind_it_has_failed(
+    epoch: int, device: Device, team: Team
 ) -> None:
     exchange = exchange_of(device, team)
-    exchange._memory.view[words.FAILED :][:8].view(np.uint32)[:] = 7, 1
-    for epoch in (6, 7):
-        with pytest.raises(ExchangeStalled):
-            exchange.check(epoch)
+    after = (epoch + 1) % (1 << 32)
+    gave_up(exchange, after, 0)
+    exchange.check(epoch, behind=True)
+    with pytest.raises(ExchangeStalled, match="layer 0"):
+        exchange.check(after, behind=True)
+    exchange.close()
+
+
+def test_two_steps_in_flight_fail_in_layers_of_their_own(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+    gave_up(exchange, 6, 1)
+    gave_up(exchange, 7, 0)
+    with pytest.raises(ExchangeStalled, match="layer 1"):
+        exchange.check(6)
+    with pytest.raises(ExchangeStalled, match="layer 0"):
+        exchange.check(7)
     exchange.close()
 
 
 def test_a_failed_step_is_reported_once(device: Device, team: Team) -> None:
     exchange = exchange_of(device, team)
-    memory = exchange._memory.view
-    memory[words.FAILED :][:8].view(np.uint32)[:] = 7, 1
+    gave_up(exchange, 7, 1)
     exchange.check(5)
     with pytest.raises(ExchangeStalled, match="for 2 s in MoE layer 1"):
         exchange.check(7)
     exchange.check(7)
+    exchange.close()
+
+
+def test_the_team_is_at_work_while_the_gpu_waits_for_its_layer(device: Device, team: Team) -> None:
+    exchange = exchange_of(device, team)
+
+    def store(at: int, value: int) -> None:
+        exchange.memory[at:][:4].view(np.uint32)[0] = value
+
+    assert exchange.at_work == 0
+    store(words.HEARTBEAT, 9)
+    store(words.POSTED, 5)
+    store(words.SERVED, 5)
+    assert exchange.at_work == 9
+    store(words.SERVED, 6)  # it waits itself
+    assert exchange.at_work == 0
     exchange.close()
 
 
@@ -134,4 +174,23 @@ def test_no_memory_leaves_nothing_behind(
         assert "memory" in str(error).lower()
         assert fake.live == before
         return
+    exchange.close()
+
+
+def test_what_is_timed_is_read_from_the_run_that_was_timed(
+    device: Device, team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = exchange_of(device, team)
+    DONE[0] = 100
+    times, layers_of = [serve.times for serve in exchange._serves], ServeTimes.layers
+    read: list[ServeTimes] = []
+
+    def layers(self: ServeTimes, clock: Any) -> Any:
+        read.append(self)
+        return layers_of(self, clock)
+
+    monkeypatch.setattr(ServeTimes, "layers", layers)
+    seconds = [exchange.timed(call % 2, [0, 1, 2]) for call in range(4)]
+    assert all(s > 0 for s in seconds)
+    assert [times.index(one) for one in read] == [0, 1, 0, 1]
     exchange.close()

@@ -44,6 +44,8 @@ def test_what_is_pinned_is_found_and_cut_where_registrations_end() -> None:
     assert pages.n_bytes == 200
     assert pages.cut(10, 30) == [(10, 30)]
     assert pages.cut(40, 60) == [(40, 10), (50, 50)]
+    starts, ends = np.array([10, 40, 50, 150]), np.array([40, 51, 100, 160])
+    assert pages.undivided(starts, ends).tolist() == [True, False, True, False]
     for start, n_bytes in ((90, 20), (150, 1), (300, 1)):
         with pytest.raises(EngineBug, match="not pinned"):
             pages.cut(start, n_bytes)

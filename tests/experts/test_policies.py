@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from profiles import RecentUse
 from runtime.errors import ConfigError
 from runtime.experts.cache import NO_SLOT, ExpertCache, LayerShape, Upload
-from runtime.experts.fitted_policy import FittedPolicy
-from runtime.experts.policies import POLICIES, PolicySettings, policy_from_environment
-from runtime.experts.scored_policy import VICTIMS_A_TOKEN, ScoredPolicy
+from runtime.experts.fitted_policy import FIRST_WEIGHTS, FittedPolicy
+from runtime.experts.policies import POLICIES, policy_from_environment
+from runtime.experts.scored_policy import VICTIMS_A_TOKEN, PolicySettings, ScoredPolicy
 
 LAYERS = [LayerShape(24, 0), LayerShape(16, 1), LayerShape(24, 0)]
 CLASSES = [0] * 12 + [1] * 5
@@ -99,10 +100,11 @@ def test_one_look_never_names_a_victim_twice(name: str) -> None:
         policy.used(np.full((1, 1, 1), -1, np.int32))
     for _ in range(2):
         policy.used(absent[None, None])
-    listed = len(policy._victims[0])
+    listed = len(policy._victims.get(0, ()))  # the default looks at all of them every time
     swaps = policy.swaps(cache, n_slots)
     victims = [swap.victim for swap in swaps]
-    assert len(victims) > listed > 0 and len(set(victims)) == len(victims)
+    assert len(victims) > listed and len(set(victims)) == len(victims)
+    assert listed or name == "fitted"
     for swap in swaps:
         cache.replace(*swap.expert, swap.victim)  # EngineBug for what cannot be
 
@@ -205,6 +207,47 @@ def test_the_default_learns_which_rate_tells_the_future(router: Router, stays: b
         policy.used(np.array([[router(random, token)]], np.int32))
     fast, slow = policy.weights
     assert fast > 0.4 > slow if stays else slow > 0.8 and fast < 0.0, policy.weights
+
+
+@pytest.mark.parametrize("router", [rotating, staying])
+def test_the_default_goes_on_after_a_restart_as_if_there_had_been_none(router: Router) -> None:
+    cache = ExpertCache([LayerShape(64, 0)], [0] * 6)
+    policy, random = FittedPolicy(cache, PolicySettings()), np.random.default_rng(3)
+    choices = [np.array([[router(random, token)]], np.int32) for token in range(700)]
+    for each in choices[:640]:
+        policy.used(each)
+    restarted, counted = (FittedPolicy(cache, PolicySettings()) for _ in range(2))
+    uses = policy.life.reshape(1, -1).astype(np.uint64)
+    restarted.know(uses, policy.n_tokens, policy.recent())
+    counted.know(uses, policy.n_tokens)
+    first = [list(each.first(cache)) for each in (policy, restarted, counted)]
+    assert first[0][:16] == first[1][:16] and first[0][:16] != first[2][:16]
+    cells = np.arange(64)
+    for each in choices[640:]:  # until after the next fit
+        for one in (policy, restarted):
+            one.used(each)
+        np.testing.assert_allclose(policy.weights, restarted.weights, rtol=1e-4)
+        np.testing.assert_allclose(
+            policy._scores(cells), restarted._scores(cells), rtol=1e-4, atol=1e-6
+        )
+    assert restarted.life.tolist() == policy.life.tolist()
+    assert policy.weights != FIRST_WEIGHTS
+
+
+def test_only_the_default_keeps_recent_use() -> None:
+    for name, make in POLICIES.items():
+        recent = make(a_cache(), PolicySettings()).recent()
+        assert (recent is not None) == (name == "fitted")
+
+
+def test_recent_use_reaches_the_policy_of_a_cache_with_fewer_experts() -> None:
+    rates = np.zeros((2, 1, 5), np.float32)
+    rates[:, 0, 2] = 0.5
+    recent = RecentUse(rates, (0.0,) * 5)
+    known = np.array([[9, 0, 1, 0, 0]], np.uint64)
+    cache = ExpertCache([LayerShape(4, 0)], [0] * 2)
+    policy = policy_from_environment(known, 10, recent=recent)(cache)
+    assert list(policy.first(cache))[:2] == [(0, 2), (0, 0)]
 
 
 def test_scores_stay_finite_however_long_it_runs() -> None:

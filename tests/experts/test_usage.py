@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profiles import UsageProfile, load_profile, save_profile
+from profiles import RecentUse, UsageProfile, load_profile, save_profile
 from runtime.commands import main
 from runtime.config import BUNDLED_MODEL
 from runtime.experts.cache import ExpertCache, LayerShape
+from runtime.experts.policy import Policy
 from runtime.experts.usage import (
     SAVE_SECONDS,
     LifetimeUsage,
@@ -83,7 +84,7 @@ def test_one_file_for_two_models_keeps_the_first_ones(
     assert again.known_tokens == 4 and "another model's" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "other shape"])
+@pytest.mark.parametrize("damage", ["cut", "emptied", "other shape"])
 def test_a_profile_that_does_not_fit_is_not_used_and_replaced(
     model: Model, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,12 +95,25 @@ def test_a_profile_that_does_not_fit_is_not_used_and_replaced(
     save_profile(path, kept)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-3])
-    if damage == "text":
-        path.write_text("hello")
+    if damage == "emptied":
+        path.write_bytes(b"")
     usage = lifetime_usage(model, path)
     assert not usage.known.any() and "not used" in caplog.text
     usage.save(counts(model, 1), 4, now=0.0)
     assert load_profile(path).n_tokens == 4
+
+
+def test_a_file_that_is_no_profile_stays(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "notes"
+    path.write_text("hello")
+    usage = lifetime_usage(model, path)
+    usage.save(counts(model, 1), 4, now=0.0)
+    assert "was not saved" in caplog.text
+    monkeypatch.setenv("LLAMA_MOE_CACHE_PROFILE", str(path))
+    assert main(["profile", "forget"]) == 1
+    assert path.read_text() == "hello"
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
@@ -167,6 +181,103 @@ def test_a_keeper_begins_with_what_is_known_and_saves_what_is_new(
     assert load_profile(path).n_tokens == 103
 
 
+def test_a_keeper_keeps_recent_use_of_all_layers_together(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    shares = [slice(0, 3), slice(3, 8)]
+    caches = [ExpertCache([LayerShape(32, 0)] * (s.stop - s.start), [0] * 9) for s in shares]
+
+    def policies(keeper: UsageKeeper, parts: list[int]) -> list[Policy]:
+        return [keeper.policy(shares[part])(caches[part]) for part in parts]
+
+    def used(kept: list[Policy], experts: list[int], n_tokens: int) -> None:
+        choices = np.array([[experts]] * 8, np.int32)
+        for _ in range(n_tokens):
+            for policy, layers in zip(kept, shares, strict=True):
+                policy.used(choices[layers])
+
+    keeper = UsageKeeper(lifetime_usage(model, path))
+    kept = policies(keeper, [0, 1])
+    used(kept, [1, 2], 300)
+    used(kept, [5, 6], 100)
+    keeper.close()
+    usage = lifetime_usage(model, path)
+    assert usage.recent is not None and usage.recent.rates.shape == (2, 8, 32)
+    fast, slow = usage.recent.rates[:, :, 5]
+    assert fast.min() > 0.99 and 0.2 < slow.min() <= slow.max() < 0.3
+    assert usage.known[0, 1] > usage.known[0, 5] and (usage.heat[:, 5] > usage.heat[:, 1]).all()
+    again = UsageKeeper(usage)
+    for policy, cache in zip(policies(again, [0, 1]), caches, strict=True):
+        first = list(policy.first(cache))[: 2 * len(cache.layers)]
+        assert {expert for _, expert in first} == {5, 6}, "the most used ever come later"
+    # the second GPU's experts are all there now: what was known of them stays
+    alone = UsageKeeper(lifetime_usage(model, path))
+    (policy,) = policies(alone, [0])
+    policy.used(np.array([[[9, 8]]] * 3, np.int32))
+    alone.close()
+    recent = lifetime_usage(model, path).recent
+    assert recent is not None and recent.rates[:, 3:].tolist() == usage.recent.rates[:, 3:].tolist()
+    assert (recent.rates[0, :3, 9] > 0.05).all() and (recent.rates[0, :3, 5] < 0.95).all()
+
+
+def test_a_keeper_tells_what_its_caches_served(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    cache = ExpertCache([LayerShape(32, 0)] * 8, [0] * 64)
+    for layer in range(8):
+        for expert in range(8):
+            cache.fill(layer, expert)
+
+    def run(n_tokens: int, *experts: int, swaps: bool) -> tuple[float, float] | None:
+        keeper = UsageKeeper(lifetime_usage(model, path))
+        policy = keeper.policy()(cache)
+        if swaps:
+            policy.swaps(cache, 0)
+        for _ in range(n_tokens):
+            policy.used(np.array([[experts]] * 8, np.int32))
+        keeper.close()
+        recent = lifetime_usage(model, path).recent
+        assert recent is not None
+        return recent.served
+
+    assert run(300, 3, 4, swaps=False) is None  # whole layers: they follow nothing
+    assert run(255, 3, 4, swaps=True) is None
+    assert run(300, 3, 4, 5, 9, swaps=True) == (0.25, 0.75)
+    assert run(300, 3, -1, 5, -1, swaps=True) == (0.25, 1.0)
+    assert run(10, 9, 10, swaps=True) == (0.25, 1.0)  # too few: what was known stays
+    assert lifetime_usage(model, path).for_plan.served == (0.25, 1.0)
+
+
+def test_what_a_cache_of_another_size_served_does_not_count(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    cache = ExpertCache([LayerShape(32, 0)] * 8, [0] * 128)
+    keeper = UsageKeeper(lifetime_usage(model, path))
+    policy = keeper.policy()(cache)
+    policy.swaps(cache, 0)
+
+    def use(n_tokens: int, *experts: int) -> None:
+        for _ in range(n_tokens):
+            policy.used(np.array([[experts]] * 8, np.int32))
+
+    cache.refill([0] * 128, [(layer, expert) for layer in range(8) for expert in range(16)])
+    use(300, 3, 12)
+    cache.refill([0] * 64, [(layer, expert) for layer in range(8) for expert in range(8)])
+    use(300, 3, 12)
+    keeper.close()
+    assert lifetime_usage(model, path).for_plan.served == (0.25, 0.5)
+
+
+def test_another_policy_s_run_leaves_no_recent_use(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, choices = tmp_path / "p", np.array([[[1, 2]]] * 8, np.int32)
+    cache = ExpertCache([LayerShape(32, 0)] * 8, [0] * 9)
+    for name, keeps in (("fitted", True), ("lru", False), ("fitted", True)):
+        monkeypatch.setenv("LLAMA_MOE_CACHE_POLICY", name)
+        keeper = UsageKeeper(lifetime_usage(model, path))
+        keeper.policy()(cache).used(choices)
+        keeper.close()
+        assert (lifetime_usage(model, path).recent is not None) == keeps
+
+
 def test_the_profile_command(
     model: Model,
     tmp_path: Path,
@@ -178,6 +289,7 @@ def test_the_profile_command(
     assert main(["profile", "show"]) == 0 and "nothing is known" in capsys.readouterr().out
     assert main(["profile", "export", str(out)]) == 1 and not out.exists()
     lifetime_usage(model).save(counts(model, 0), 10, now=0.0)
+    assert main(["profile", "show"]) == 0 and "is not known" in capsys.readouterr().out
     assert main(["profile", "export", str(out), "-m", str(BUNDLED_MODEL)]) == 0
     assert "10 tokens" in capsys.readouterr().out
     assert main(["profile", "import", str(out)]) == 0
@@ -187,6 +299,15 @@ def test_the_profile_command(
     for words in ([str(BUNDLED_MODEL)], ["-m", str(BUNDLED_MODEL)]):
         assert main(["profile", "show", *words]) == 0
         assert "10 tokens" in capsys.readouterr().out
+    rates = np.full((2, 8, 32), 0.125, np.float32)
+    recent = RecentUse(rates, (0.0,) * 5, (0.25, 0.625))
+    save_profile(path, replace(load_profile(path), recent=recent))
+    assert main(["profile", "show"]) == 0
+    assert "lately a cache of 25 % of them served 62.5 %" in capsys.readouterr().out
+    assert main(["profile", "decay", "0.5"]) == 0
+    assert (kept := load_profile(path).recent) is not None and kept.served == (0.25, 0.625)
+    assert main(["profile", "import", str(out)]) == 0  # its recent use is not known
+    assert load_profile(path).recent is None
     assert main(["profile", "forget"]) == 0 and not path.exists()
     assert main(["profile", "import", str(out)]) == 0 and load_profile(path).n_tokens == 10
     assert main(["profile", "import", str(tmp_path / "none")]) == 1

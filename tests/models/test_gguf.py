@@ -85,6 +85,12 @@ HEADERS: dict[str, tuple[bytes, type[ModelError], str]] = {
         CorruptModel,
         "past the file",
     ),
+    "string of an array not UTF-8": (
+        gguf_bytes({"a": array(STRING, 3, string("ok") + string(b"\xc3") + string("ok"))}),
+        CorruptModel,
+        # magic, version, two counts, the key with its length, two types, the length, "ok"
+        f"byte {4 + 4 + 8 + 8 + (8 + 1) + 4 + 4 + 8 + (8 + 2)}: .* UTF-8",
+    ),
     "string not UTF-8": (gguf_bytes({"a": value(STRING, string(b"\xc3"))}), CorruptModel, "UTF-8"),
     "array of 2^60 bytes": (gguf_bytes({"a": array(0, 2**60)}), CorruptModel, "'a' has 115292"),
     "array of 2^61 words": (gguf_bytes({"a": array(10, 2**61)}), CorruptModel, "'a' has 230584"),
@@ -228,9 +234,9 @@ def test_a_large_vocabulary_parses_fast(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", metadata, [])
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.thread_time()
         with open_gguf(path) as file:
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.thread_time() - started)
     assert file.metadata == metadata
     assert min(seconds) < 0.3
 
@@ -341,6 +347,15 @@ def test_vocabulary_items_of_odd_size(tmp_path: Path) -> None:
         pass
     assert spent.seconds < MAX_SECONDS
     assert spent.peak_bytes < MAX_EXTRA_BYTES
+
+
+@pytest.mark.parametrize("texts", [["a", "\0", "b\0c", ""], ["\0"], [], [""], ["\u0120x", "y"]])
+def test_texts_may_have_any_character(texts: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    payload = b"".join(map(string, texts))
+    path.write_bytes(gguf_bytes({"a": array(STRING, len(texts), payload)}, [F32_TENSOR]))
+    with open_gguf(path) as file:
+        assert file.metadata["a"] == texts
 
 
 def test_numbers_keep_their_kind(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from runtime.experts.serve_program import ServeMemory, ServeProgram, record_byte
 from tests.support.machines import InterpretedMachine
 from tests.support.moe_layers import MoeLayers
 from tests.support.ptx.host_memory import HostMemory
+from tests.support.serve_chunks import DOWN, GATE_UP, trouble, undone
 
 N_USED, N_EXPERT, N_EMBD = 3, 5, 256
 PATIENCE_TICKS = 100_000
@@ -130,8 +131,8 @@ def test_without_a_team_the_first_layer_gives_up_and_the_others_leave(steps: Ste
     x = rng.normal(size=(1, N_EMBD)).astype(np.float32)
     choices, missing = some_choices(rng, 1), [np.ones(N_USED, np.bool_)] * 3
     steps.run(5, x, choices, missing, SHORT_TICKS)
-    failed = steps.machine.read(steps.exchange + exchange.FAILED, np.uint32, 2)
-    assert failed.tolist() == [5, 0]
+    failed = steps.machine.read(steps.exchange + exchange.FAILED, np.uint32, 4)
+    assert failed.tolist() == [0, 0, 5, 0]
     ticks = steps.machine.read(steps.exchange + exchange.POSTED, np.uint32, 1)
     assert ticks[0] == exchange.sequence(5, 3, 0)  # nothing was posted after that
 
@@ -164,6 +165,69 @@ def test_a_beating_heart_keeps_the_gpu_waiting(steps: Steps) -> None:
     results = steps.run(2, x, choices, missing, SHORT_TICKS)
     steps.serve.program.wait()
     assert np.array_equal(results[0][1], steps.layers.expected(0, x, int(choices[1]))[0])
+
+
+def test_nobody_waits_longer_than_the_first_who_gives_up(steps: Steps) -> None:
+    """The team goes on, and its heart with it, once some thread of some GPU has given up."""
+    x = np.ones((1, N_EMBD), np.float32)
+    missing = [np.arange(N_USED) < n for n in (N_USED, 0, 0)]
+    looks, number = 0, exchange.failed_number(4)
+
+    def host() -> None:
+        nonlocal looks
+        looks += 1
+        steps.machine.memory.write(
+            steps.exchange + exchange.HEARTBEAT, np.array([looks], np.uint64)
+        )
+        if looks == 3 * SHORT_TICKS // 8:
+            mark = np.array([number, 9], np.uint32)
+            steps.machine.memory.write(steps.exchange + exchange.FAILED, mark)
+
+    steps.machine = _with_host(steps.machine, host)
+    steps.run(4, x, np.arange(N_USED, dtype=np.int32), missing, SHORT_TICKS)
+    assert looks < SHORT_TICKS
+    failed = steps.machine.read(steps.exchange + exchange.FAILED, np.uint32, 4)
+    assert failed.tolist() == [number, 9, 0, 0]  # what the first one waited for
+
+
+@pytest.mark.parametrize("kind", [GATE_UP, DOWN])
+def test_a_chunk_that_nobody_computes_costs_its_step_alone(kind: int, steps: Steps) -> None:
+    """Workers wait for one of gate and up without a sign of life, and leave once the GPU has given
+    up; after one of down they go on to the next layer, and their sign of life helps no longer."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, N_EMBD)).astype(np.float32)
+    choices, missing = some_choices(rng, 1), [np.ones(N_USED, np.bool_)] * 3
+    program, usual = steps.serve.program, steps.machine
+    with trouble([steps.serve], 0, kind, undone) as met:
+        n_beats = 0
+
+        def host() -> None:
+            """Alive at least until the chunk was left out, or all the time."""
+            nonlocal n_beats
+            if not met.n_met or kind == DOWN:
+                n_beats += 1
+                beat = np.array([n_beats], np.uint64)
+                steps.machine.memory.write(steps.exchange + exchange.HEARTBEAT, beat)
+            time.sleep(0)
+
+        steps.machine = _with_host(steps.machine, host)
+        steps.serve.begin(4)
+        steps.team.submit(program)
+        steps.run(4, x, choices, missing, SHORT_TICKS)
+        program.wait()
+        assert met.n_met == 1
+    failed = steps.machine.read(steps.exchange + exchange.FAILED, np.uint32, 4)
+    assert failed.tolist() == [exchange.failed_number(4), 0, 0, 0]
+
+    steps.machine = usual
+    steps.serve.begin(5)
+    steps.team.submit(program)
+    results = steps.run(5, x, choices, missing)
+    program.wait()
+    for layer, result in enumerate(results):
+        for slot in range(N_USED):
+            expected = steps.layers.expected(layer, x, int(choices[slot]))[0]
+            assert np.array_equal(result[slot], expected), (layer, slot)
 
 
 def _with_host(machine: InterpretedMachine, host: object) -> InterpretedMachine:

@@ -13,7 +13,7 @@ from ops.cpu import isa as isa_module
 from ops.cpu.formats import KERNEL_FORMATS
 from ops.cpu.gemm import MAX_ELEMS
 from ops.cpu.isa import UnsupportedIsa, choose_isa, runnable_isas
-from ops.cpu.matmul import ARRANGED_ELEMS, SCRATCH_BYTES, matmul_address
+from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
 from ops.quants import FORMATS
 from ops.quants.block import F32, U8
 from tests.support.blocks import random_rows
@@ -48,7 +48,19 @@ def test_a_row_does_not_depend_on_its_range(isa: str, n_tokens: int) -> None:
         assert_same_bits(y[:, row], expected[:n_tokens, row], f"row {row}")
 
 
-@pytest.mark.parametrize("name", ["Q6_K", "Q8_0", "F32"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("n", [512, 1024, 1280, 2304, 4352])
+def test_eight_blocks_at_a_time_may_be_fewer(name: str, n: int) -> None:
+    weights, records, expected = case(name, n)
+    kernel = Kernel(name, runnable_isas()[0], weights, records)
+    for n_tokens in (1, 2, 4):
+        for begin, end in ((0, 1), (3, 10), (12, N_ROWS)):
+            y = kernel.run(n, (begin, end), n_tokens)
+            assert_same_bits(y[:, begin:end], expected[:n_tokens, begin:end], f"rows {begin}")
+            assert np.isnan(np.delete(y, slice(begin, end), axis=1)).all(), "another was written"
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "F32"])
 @pytest.mark.parametrize("n_tokens", [1, 8])
 def test_nan_and_infinity_reach_the_result(name: str, n_tokens: int) -> None:
     fmt = FORMATS[name]
@@ -74,13 +86,15 @@ def test_the_longest_panel_fits_the_scratch_and_longer_rows_need_none(name: str)
         assert_same_bits(y, dot_rows(fmt, weights, records), f"n={n}")
 
 
-def test_rows_too_long_to_put_in_order_are_multiplied_as_they_are() -> None:
-    n = (ARRANGED_ELEMS // 256 + 1) * 256
-    fmt = FORMATS["IQ3_XXS"]
+@pytest.mark.parametrize("name", ["IQ3_XXS", "Q4_K", "Q6_K"])
+def test_rows_too_long_to_put_in_order_are_multiplied_as_they_are(name: str) -> None:
+    unit_bytes = {"IQ3_XXS": 256, "Q4_K": 256 + 16, "Q6_K": 32}[name]
+    n = (SCRATCH_BYTES // 4 // unit_bytes + 1) * 256
+    fmt = FORMATS[name]
     weights = random_rows(fmt, 1, n, seed=5)
     x = np.random.default_rng(6).normal(size=(2, n)).astype(np.float32)
     records = quantize_rows(fmt.activation, x)
-    y = Kernel("IQ3_XXS", runnable_isas()[0], weights, records).run(n, (0, 1), 2)
+    y = Kernel(name, runnable_isas()[0], weights, records).run(n, (0, 1), 2)
     assert_same_bits(y, dot_rows(fmt, weights, records), f"n={n}")
 
 

@@ -16,6 +16,7 @@ from ops.exchange import ExchangeLayout, sequence
 from ops.quants import FORMATS
 from runtime.experts.serve_program import ServeMemory, ServeProgram, record_bytes
 from tests.support.moe_layers import MoeLayers
+from tests.support.serve_chunks import FORECAST, GATE_UP, serve_record, trouble, undone
 
 EPOCH = 41
 N_EXPERT, N_USED = 6, 3
@@ -161,6 +162,59 @@ def test_a_step_that_is_given_up_ends(team: Team) -> None:
     assert served.serve.program.running
     served.serve.abort()
     served.serve.program.wait()
+    served.serve.program.close()
+
+
+@pytest.mark.parametrize("by", ["the GPU", "the host"])
+def test_nobody_waits_for_a_chunk_of_a_step_that_is_given_up(by: str, team: Team) -> None:
+    """One of gate and up is missing; the other step in flight counts for nothing."""
+    layers = MoeLayers()
+    layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    program = served.serve.program
+    x = np.ones((1, 256), np.float32)
+    misses = np.array([0 | 4 << 16, 1 | 2 << 16], np.uint32)
+    failed = served.memory[exchange.FAILED :][:16].view(np.uint32).reshape(2, 2)
+    failed[(EPOCH + 1) % 2, 0] = exchange.failed_number(EPOCH + 1)
+    a = serve_record(int(program._jobs["args"][program.names.index("0.serve")]))
+    with trouble([served.serve], 0, GATE_UP, undone):
+        served.post(0, layers.records(0, x), misses, EPOCH)
+        served.serve.begin(EPOCH)
+        team.submit(program)
+        while not 0 < a["n_gate_up"] == served.shared.finished[:2].sum() + 1:
+            pass
+        assert program.running
+        if by == "the GPU":
+            failed[EPOCH % 2, 0] = exchange.failed_number(EPOCH)
+        else:
+            served.serve.abort()
+        program.wait()
+    assert 0 in served.answers(0, 2)[1]  # some words were never written
+
+    served.post(0, layers.records(0, x), misses, EPOCH + 2)
+    served.serve.begin(EPOCH + 2)
+    team.run(program)
+    expected = [layers.expected(0, x, expert)[0] for expert in (4, 2)]
+    assert np.array_equal(served.answers(0, 2)[0], expected)
+    program.close()
+
+
+def test_a_forecast_that_nobody_looks_at_harms_nothing(team: Team) -> None:
+    layers = MoeLayers()
+    for _ in range(2):
+        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
+    served = Served(layers, 1, team)
+    served.shared.missing[:] = 0
+    forecast_of(served, [[0, 9, 8, 7, 6, 5]])
+    x = np.ones((1, 256), np.float32)
+    served.post(0, layers.records(0, x), np.array([5 << 16], np.uint32), EPOCH)
+    served.done[0] = EPOCH
+    served.serve.begin(EPOCH)
+    with trouble([served.serve], 0, FORECAST, undone) as met:
+        team.run(served.serve.program)
+    assert met.n_met == 1
+    assert served.shared.listed[0] == 0
+    assert np.array_equal(served.answers(0, 1)[0][0], layers.expected(0, x, 5)[0])
     served.serve.program.close()
 
 

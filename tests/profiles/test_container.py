@@ -124,6 +124,17 @@ def test_a_packed_array_is_unpacked_no_further_than_its_shape(tmp_path: Path) ->
         container.read(path, "test", MANY)
 
 
+def test_what_is_no_file_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name in ("pipe", "link"):
+        with pytest.raises(ProfileError, match="not a regular file"):
+            container.read(tmp_path / name, "test", MANY)
+        with pytest.raises(FileExistsError, match="not a file of hotexpert's"):
+            a_file(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

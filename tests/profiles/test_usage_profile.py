@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from profiles import (
     ModelIdentity,
     ProfileError,
+    RecentUse,
     UsageProfile,
     container,
     load_profile,
@@ -42,6 +44,89 @@ def test_merged_and_decayed() -> None:
         merged.decayed(1.5)
     with pytest.raises(ProfileError):
         merged.merged(profile([1, 2, 3]))
+
+
+FIT = (0.5, 0.25, 0.5, 0.25, 0.125)
+
+
+def recent(n_layers: int = 1, n_expert: int = 2, rate: float = 0.25) -> RecentUse:
+    rates = np.full((2, n_layers, n_expert), rate, np.float32)
+    rates[1, 0, 0] = 1.0
+    return RecentUse(rates, FIT)
+
+
+def test_recent_use_comes_back(tmp_path: Path) -> None:
+    save_profile(tmp_path / "p", replace(profile([1, 2], [3, 4]), recent=recent(2)))
+    loaded = load_profile(tmp_path / "p").recent
+    assert loaded is not None and loaded.fit == FIT
+    assert loaded.rates.tolist() == recent(2).rates.tolist()
+    assert loaded.served is None
+    served = replace(recent(2), served=(0.5, 0.75))
+    save_profile(tmp_path / "p", replace(profile([1, 2], [3, 4]), recent=served))
+    again = load_profile(tmp_path / "p").recent
+    assert again is not None and again.part(slice(0, 1)).served == (0.5, 0.75)
+    part = loaded.part(slice(0, 1), 1)
+    assert part.rates.tolist() == [[[0.25]], [[1.0]]] and part.fit == FIT
+
+
+def test_a_file_without_recent_use_or_of_other_half_lives_is_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    save_profile(path, profile([1, 2]))
+    assert load_profile(path).recent is None
+    facts = {"architecture": "olmoe", "file_bytes": 9, "tensor_hash": "0" * 32, "n_tokens": 1}
+    arrays: dict[str, np.ndarray] = {
+        "counts": np.ones((1, 2), np.uint64),
+        "rates": recent().rates,
+    }
+    container.write(path, "expert usage", {**facts, **recent().facts()}, arrays)
+    assert load_profile(path).recent is not None
+    others = {"half_lives": [4.0, 256.0], "fit": list(FIT)}
+    container.write(path, "expert usage", {**facts, **others}, arrays)
+    assert load_profile(path).recent is None and load_profile(path).n_tokens == 1
+
+
+def test_recent_use_is_that_of_the_later_profile() -> None:
+    first, later = (replace(profile([1, 2]), recent=recent(rate=rate)) for rate in (0.5, 0.25))
+    assert first.merged(later).recent is later.recent
+    assert profile([1, 2]).merged(later).recent is later.recent
+    assert first.merged(profile([1, 2])).recent is None  # nobody knows by now
+    assert first.decayed(0.1).recent is first.recent and first.decayed(0.0).recent is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "fit"),
+    [(np.zeros((2, 2), np.float32), FIT), (np.zeros((3, 1, 2), np.float32), FIT),
+     (np.zeros((2, 1, 2)), FIT), (np.full((2, 1, 2), 1.5, np.float32), FIT),
+     (np.full((2, 1, 2), -0.1, np.float32), FIT), (np.full((2, 1, 2), np.nan, np.float32), FIT),
+     (recent().rates, FIT[:4]), (recent().rates, (*FIT[:4], float("nan"))),
+     (recent().rates, (*FIT[:4], 1e10)), (recent().rates, (-1.0, *FIT[1:])),
+     (recent().rates, (0.1, 0.2, 0.1, 0.0, 0.0))],
+)  # fmt: skip
+def test_impossible_recent_use_is_refused(
+    rates: np.ndarray, fit: tuple[float, float, float, float, float]
+) -> None:
+    with pytest.raises(ProfileError):
+        RecentUse(rates, fit)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fit": None}, {"fit": [1.0]}, {"fit": "12345"}, {"fit": [True] * 5}, {"half_lives": 8},
+     {"served": [0.5]}, {"served": [0.5, 1.5]}, {"served": None}, {"served": [0.5, "x"]}],
+)  # fmt: skip
+def test_wrong_recent_use_in_a_file_is_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+    facts = {"architecture": "olmoe", "file_bytes": 9, "tensor_hash": "0" * 32, "n_tokens": 1}
+    arrays: dict[str, np.ndarray] = {
+        "counts": np.ones((1, 2), np.uint64),
+        "rates": recent().rates,
+    }
+    container.write(tmp_path / "p", "expert usage", {**facts, **recent().facts(), **wrong}, arrays)
+    with pytest.raises(ProfileError):
+        load_profile(tmp_path / "p")
+    other_shape = {**arrays, "rates": recent(n_expert=3).rates}
+    container.write(tmp_path / "p", "expert usage", {**facts, **recent().facts()}, other_shape)
+    with pytest.raises(ProfileError, match="rates of shape"):
+        load_profile(tmp_path / "p")
 
 
 def test_a_layer_that_counts_too_high_keeps_its_ratios() -> None:

@@ -12,12 +12,16 @@ from tests.support.machines import InterpretedMachine
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("width", [1, 32])
-def test_cuts_between_chunks_change_no_bit(width: int) -> None:
-    """Nor do other sequences, or tokens behind; a cut within a chunk changes little."""
+@pytest.mark.parametrize(("width", "strongest"), [(1, 1), (32, 1), (32, 30)])
+def test_cuts_between_chunks_change_no_bit(width: int, strongest: int) -> None:
+    """Nor do other sequences, or tokens behind; a cut within a chunk changes little.
+
+    Nor where decays are strong enough to end chunks early.
+    """
     rng, dim, n = np.random.default_rng(4), 32, 2 * CHUNK + 5
     qkv = rng.normal(size=(n, 3 * dim)).astype(np.float32) / np.float32(dim**0.5)
     decay = rng.uniform(0.3, 1, (n, width)).astype(np.float32)
+    decay[:, -1] **= np.float32(strongest)
     beta = rng.uniform(0, 1, n).astype(np.float32)
 
     def outputs(*ends: int) -> NDArray[np.float32]:
@@ -42,6 +46,7 @@ def test_cuts_between_chunks_change_no_bit(width: int) -> None:
                     "n_value_head": 1,
                     "dim": dim,
                     "decay_width": width,
+                    "cuts": strongest > 1,
                 },
                 shared_bytes=CHUNK_SHARED_BYTES,
             )

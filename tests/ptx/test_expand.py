@@ -111,6 +111,15 @@ def test_the_hash_is_of_what_the_assembler_sees() -> None:
     assert len(text_hash(text)) == 64
 
 
+def test_a_recipe_is_of_all_that_makes_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [kernel for _, kernel in every_kernel()]
+    made_of = {(k.entry, k.source, *sorted(k.defines.items())) for k in kernels}
+    recipes = {kernel.recipe for kernel in kernels}
+    assert len(recipes) == len(made_of) > 100
+    monkeypatch.setattr(ptx, "sources_hash", lambda: "of other sources")
+    assert recipes.isdisjoint(kernel.recipe for kernel in kernels)
+
+
 def test_entries_and_their_parameters() -> None:
     text = """
 // .entry not_this(.param .u64 x)

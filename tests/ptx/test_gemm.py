@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,20 @@ def test_formats_of_many_registers_have_tall_blocks_where_they_fit(name: str) ->
     assert best_tile(fmt, 2048, 2048, shared_bytes=163 << 10) == gemm_tile(fmt, 64)
     assert best_tile(fmt, 256, 512, shared_bytes=HOPPER_SHARED) == gemm_tile(fmt, 64), "few blocks"
     assert gemm_tile(fmt, 32, many_rows=True).threads <= 256
+
+
+def test_small_units_have_three_buffers_where_they_fit() -> None:
+    fmt = FORMATS["IQ4_NL"]
+    usual = best_tile(fmt, 4096, 512, shared_bytes=HOPPER_SHARED)
+    assert usual == gemm_tile(fmt, 64) and usual.stages == 3
+    assert best_tile(fmt, 4096, 512, shared_bytes=SMALLEST_SHARED) == replace(usual, stages=2)
+
+
+def test_copies_of_eight_groups_use_different_banks() -> None:
+    for tile in shipped_tiles():
+        if tile.fmt.unit_elems < 256:
+            words = Layout(tile).group_pitch // 4 * np.arange(8)[:, None] + np.arange(4)
+            assert len(np.unique(words % 32)) == 32, tile
 
 
 def test_slots_of_a_tile_are_those_of_a_group() -> None:

@@ -36,6 +36,7 @@ FAULT_SEEDS = {
     "gemm_bf16": 1,
     "fetch_experts": 1,
     "route (128 threads)": 1,
+    "choose_experts_f32 (256 threads)": 1,
     "sample": 1,
     "take_over": 3,
     "hand_over": 1,

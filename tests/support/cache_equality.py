@@ -32,7 +32,7 @@ from runtime.engine import placement
 from runtime.engine.executor import Executor
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.step import Step, StepKind
-from runtime.experts import cached_experts
+from runtime.experts import cache_settings
 from runtime.experts.totals import ON_CPU, ON_GPU
 from runtime.progress import Progress
 
@@ -112,8 +112,8 @@ def one_token(executor: Executor, token: int, position: int) -> Step:
 def every_way(every: int = IN_PLACE_EVERY) -> Iterator[None]:
     """Inside, caches are opened that have experts read in place, and upload so few that some of
     the first ones stay."""
-    settings = partial(cached_experts.CacheSettings, in_place_every=every, uploads_a_step=1)
-    with mock.patch.object(cached_experts, "CacheSettings", settings):
+    settings = partial(cache_settings.CacheSettings, in_place_every=every, uploads_a_step=1)
+    with mock.patch.object(cache_settings, "CacheSettings", settings):
         yield
 
 

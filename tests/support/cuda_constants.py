@@ -50,6 +50,7 @@ CUdevice_attribute = IntEnum(  # type: ignore[misc]
 )
 CUevent_flags = IntEnum("CUevent_flags", {"CU_EVENT_DEFAULT": 0, "CU_EVENT_DISABLE_TIMING": 2})
 CUstream_flags = IntEnum("CUstream_flags", {"CU_STREAM_NON_BLOCKING": 1})
+CUmemcpySrcAccessOrder = IntEnum("CUmemcpySrcAccessOrder", {"CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 1})
 CUstreamCaptureMode = IntEnum("CUstreamCaptureMode", {"CU_STREAM_CAPTURE_MODE_THREAD_LOCAL": 1})
 CUjitInputType = IntEnum("CUjitInputType", {"CU_JIT_INPUT_PTX": 1})
 CUjit_option = IntEnum(
@@ -64,4 +65,5 @@ CUlaunchAttributeID = IntEnum(
 ENUMS = (
     *(CUresult, CUdevice_attribute, CUevent_flags, CUstream_flags, CUstreamCaptureMode),
     *(CUjitInputType, CUjit_option, CUfunction_attribute, CUlaunchAttributeID),
+    CUmemcpySrcAccessOrder,
 )

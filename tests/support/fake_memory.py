@@ -16,9 +16,20 @@ PAGE = mmap.PAGESIZE
 """What is registered is whole pages: no page may be in two registrations."""
 
 
+class CUdeviceptr(int):
+    """Lists of addresses have to consist of these."""
+
+
+class CUmemcpyAttributes:
+    def __init__(self) -> None:
+        self.srcAccessOrder: Any = 0
+
+
 class FakeMemory(FakeCalls):
     """Every GPU has `memory_bytes`, or what `device_bytes` says of it."""
 
+    CUdeviceptr = CUdeviceptr
+    CUmemcpyAttributes = CUmemcpyAttributes
     CU_MEMHOSTREGISTER_PORTABLE = 1
     CU_MEMHOSTREGISTER_DEVICEMAP = 2
     CU_MEMHOSTREGISTER_READ_ONLY = 8
@@ -179,6 +190,27 @@ class FakeMemory(FakeCalls):
         target = self._span(int(dstDevice), ByteCount).ctypes.data
         self._check_registrations(int(srcHost), ByteCount)
         self._enqueue(hStream, lambda: bool(ctypes.memmove(target, srcHost, ByteCount)))
+
+    def _cuMemcpyBatchAsync(
+        self, dsts: Any, srcs: Any, sizes: Any, count: int, attrs: Any, attrsIdxs: Any,
+        numAttrs: int, hStream: Any,
+    ) -> None:  # fmt: skip
+        if any(not isinstance(at, CUdeviceptr) for at in (*dsts, *srcs)):
+            raise TypeError("expected list[CUdeviceptr]")
+        if list(attrsIdxs) != [0] or numAttrs != 1 or not attrs[0].srcAccessOrder:
+            raise Failure("INVALID_VALUE")
+        if not count == len(dsts) == len(srcs) == len(sizes):
+            raise Failure("INVALID_VALUE")
+        targets = [self._span(dst, n).ctypes.data for dst, n in zip(dsts, sizes, strict=True)]
+        for src, n in zip(srcs, sizes, strict=True):
+            self._check_registrations(src, n)
+
+        def copied() -> bool:
+            for copy in reversed(list(zip(targets, srcs, sizes, strict=True))):  # in any order
+                ctypes.memmove(*copy)
+            return True
+
+        self._enqueue(hStream, copied)
 
     def _cuMemcpyDtoHAsync(
         self, dstHost: Any, srcDevice: Any, ByteCount: int, hStream: Any

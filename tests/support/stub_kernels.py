@@ -46,6 +46,7 @@ class StubKernels(dict[str, Callable[..., None]]):
     def _mailbox(self, span: Callable[[int, int], Any], *values: int) -> None:
         given = dict(zip(MAILBOX_NAMES, values, strict=True))
         if self.patient_steps == 0:
-            failed = (ctypes.c_uint32 * 2).from_address(given["exchange"] + exchange.FAILED)
-            failed[0] = int(span(given["epoch"], 4).view(np.uint32)[0])
-            failed[1] = given["layer"]
+            epoch = int(span(given["epoch"], 4).view(np.uint32)[0])
+            place = given["exchange"] + exchange.FAILED + 8 * (epoch % 2)
+            failed = (ctypes.c_uint32 * 2).from_address(place)
+            failed[:] = exchange.failed_number(epoch), given["layer"]

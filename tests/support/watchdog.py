@@ -12,76 +12,69 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from bench.machine import machine
 from ops.gpu.mailbox import PATIENCE_NS
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
-from runtime.engine.gpu import executor as executor_file
 from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
-from runtime.errors import DeviceStalled, EngineClosed, EngineError, ExchangeStalled
-
-JOB = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-Job = Callable[[int, int, int], None]
+from runtime.errors import EngineError
+from tests.support.serve_chunks import DOWN, FORECAST, GATE_UP, Chunk, trouble, undone
 
 PATIENCE = PATIENCE_NS / 1e9
-LATE, STALLED = 0.4 * PATIENCE, 2.5 * PATIENCE
+LATE, STALLED = 0.4 * PATIENCE, 1.75 * PATIENCE
 N_TOKENS = 12
+SPARE_SECONDS = 1.5
+"""What a request may take beside what it has to wait for."""
 LIMIT = 60.0
 """Seconds within which whatever happens has ended."""
 
-
-class Trouble:
-    """Inside, the first chunk of the serving jobs of a layer goes another way than the others."""
-
-    def __init__(self, engine: Engine, layer: int, first: Callable[[Job, int, int, int], None]):
-        exchange: Any = engine.executor._parts.exchange  # type: ignore[attr-defined]
-        self._programs = [serve.program for serve in exchange._serves]
-        self._at = self._programs[0].names.index(f"{layer}.serve")
-        self._function = int(self._programs[0]._jobs["function"][self._at])
-        usual: Job = JOB(self._function)
-        self.n_chunks = 0
-
-        def chunk(args: int, index: int, worker: int) -> None:
-            self.n_chunks += 1
-            (first if self.n_chunks == 1 else lambda job, *rest: job(*rest))(
-                usual, args, index, worker
-            )
-
-        self._replaced = JOB(chunk)
-
-    def _use(self, function: int) -> None:
-        for program in self._programs:
-            program._jobs["function"][self._at] = function
-
-    def __enter__(self) -> Trouble:
-        self._use(ctypes.cast(self._replaced, ctypes.c_void_p).value or 0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._use(self._function)
+Way = Callable[[Chunk, int, int, int], None]
 
 
-def late_by(seconds: float) -> Callable[[Job, int, int, int], None]:
-    def first(usual: Job, args: int, chunk: int, worker: int) -> None:
+@dataclass(frozen=True)
+class Case:
+    """A chunk of a kind goes another way, in the layer's `nth` service that has such a chunk: the
+    first one is a prompt's. Then the request ends in `error`, "" for none, within so many seconds.
+    """
+
+    name: str
+    kind: int
+    way: Way
+    error: str = ""
+    seconds: float = 0.0
+    nth: int = 1
+
+
+def late_by(seconds: float) -> Way:
+    def first(usual: Chunk, args: int, chunk: int, worker: int) -> None:
         time.sleep(seconds)
         usual(args, chunk, worker)
 
     return first
 
 
-def undone(_: Job, __: int, ___: int, ____: int) -> None:
-    """Nobody computes it."""
+LOST = "ExchangeStalled"
+CASES = (
+    Case("a worker is late", GATE_UP, late_by(LATE), seconds=LATE),
+    Case("a worker is late with a generated token", DOWN, late_by(LATE), "", LATE, nth=3),
+    Case("a worker stalls", GATE_UP, late_by(STALLED), LOST, STALLED),
+    Case("a worker stalls at its answers", DOWN, late_by(STALLED), LOST, STALLED),
+    Case("a worker stalls with a generated token", GATE_UP, late_by(STALLED), LOST, STALLED, 4),
+    Case("hidden values are never computed", GATE_UP, undone, LOST, PATIENCE),
+    Case("answers are never computed", DOWN, undone, LOST, PATIENCE),
+    Case("hidden values of a token are never computed", GATE_UP, undone, LOST, PATIENCE, 5),
+    Case("answers of a token are never computed", DOWN, undone, LOST, PATIENCE, 5),
+    Case("nobody looks at a forecast", FORECAST, undone),
+)
 
 
 async def tokens_of(engine: Engine) -> list[int | None]:
@@ -99,48 +92,41 @@ async def outcome(engine: Engine) -> tuple[str, list[int | None], float]:
         return type(error).__name__, [], time.perf_counter() - began
 
 
-@contextmanager
-def ending() -> Iterator[None]:
-    """Say with which error an engine has ended, if it has."""
-    try:
-        yield
-    except EngineError as error:
-        sys.stdout.write(f"the engine ended: {type(error).__name__}\n")
+def serves_of(engine: Engine) -> Any:
+    exchange: Any = engine.executor._parts.exchange  # type: ignore[attr-defined]
+    return exchange._serves
 
 
 async def on_this_machine(config: EngineConfig) -> list[dict[str, Any]]:
     """What happened in each case; `wrong` says what should not have."""
     rows: list[dict[str, Any]] = []
 
-    def told(
-        case: str, found: tuple[str, list[int | None], float], errors: tuple[type, ...]
-    ) -> None:
-        error, tokens, seconds = found
-        names = [kind.__name__ for kind in errors]
-        expected = rows[0]["tokens"] if rows else tokens
-        fits = error in names if names else not error and tokens == expected
-        wrong = "" if fits else f"expected {names or 'the tokens of the first run'}"
-        row = {"case": case, "error": error, "tokens": tokens, "seconds": round(seconds, 3)}
-        rows.append({**row, "wrong": wrong})
-        sys.stdout.write(f"{case}: {error or 'no error'}, {seconds:.2f} s {wrong}\n")
+    async def ask(engine: Engine, case: str, error: str, limit: float) -> None:
+        got, tokens, seconds = await outcome(engine)
+        wrong = []
+        if got != error:
+            wrong.append(f"expected {error or 'no error'}")
+        if not error and rows and tokens != rows[0]["tokens"]:
+            wrong.append("other tokens than those of the first run")
+        if seconds > limit + SPARE_SECONDS:
+            wrong.append(f"more than {limit + SPARE_SECONDS:g} s")
+        rows.append({
+            "case": case, "error": got, "tokens": tokens, "seconds": round(seconds, 3),
+            "wrong": "; ".join(wrong),
+        })  # fmt: skip
+        sys.stdout.write(f"{case}: {got or 'no error'}, {seconds:.2f} s {'; '.join(wrong)}\n")
         sys.stdout.flush()
 
-    with ending():
-        async with open_engine(config) as engine:
-            told("first run", await outcome(engine), ())
-            with Trouble(engine, 0, late_by(LATE)):
-                told(f"a worker is late by {LATE} s", await outcome(engine), ())
-            with Trouble(engine, 0, late_by(STALLED)):
-                told(f"a worker stalls {STALLED} s", await outcome(engine), (ExchangeStalled,))
-            told("the next request", await outcome(engine), ())
-    with ending(), mock.patch.object(executor_file, "LATE_WORKER_SECONDS", 1.0):
-        async with open_engine(config) as engine:
-            told("another engine", await outcome(engine), ())
-            with Trouble(engine, 0, undone):
-                errors = (ExchangeStalled, DeviceStalled, EngineClosed)
-                told("a chunk is never computed", await outcome(engine), errors)
     async with open_engine(config) as engine:
-        told("opened again", await outcome(engine), ())
+        await ask(engine, "first run", "", LIMIT)
+        for case in CASES:
+            with trouble(serves_of(engine), 0, case.kind, case.way, nth=case.nth) as met:
+                await ask(engine, case.name, case.error, case.seconds)
+            if not met.n_met:
+                rows[-1]["wrong"] += "; it did not happen"
+            await ask(engine, "the next request", "", 0.0)
+    async with open_engine(config) as engine:
+        await ask(engine, "opened again", "", LIMIT)
     return rows
 
 

@@ -317,6 +317,14 @@ CORRUPT = {
     "merge into missing token": ({"merges": ["z z"]}, "'zz', which does not exist"),
     "merge without space": ({"merges": ["Hell"]}, "not 'left right'"),
     "merges not texts": ({"merges": [1]}, "array of strings"),
+    "merge of a control token": (
+        {
+            "tokens": [*byte_characters(), "He", "HeH"],
+            "token_type": [1] * 256 + [3, 1],
+            "merges": ["He H"],
+        },
+        "merge 0 is of control tokens",
+    ),
     "bos outside": ({"bos_token_id": 260}, "outside the vocabulary"),
     "eos outside": ({"eos_token_id": 1 << 40}, "outside the vocabulary"),
     "eot negative": ({"eot_token_id": -1}, "outside the vocabulary"),

@@ -139,6 +139,11 @@ def affine(e: Emitter, value: Value, images: Sequence[int], base: int) -> Value:
     return _affine(e, value, [_matrix(images)], base)
 
 
+def affine_lanes(e: Emitter, value: Value, images: Sequence[Sequence[int]]) -> Value:
+    """`affine` without a base; each 128-bit lane of i8x64 has images of its own."""
+    return _affine(e, value, [_matrix(lane) for lane in images for _ in (0, 1)], 0)
+
+
 def nibbles(e: Emitter, bytes_: Value, high_words: Sequence[int]) -> Value:
     """The low nibble of each byte, or the high one in the 64-bit lanes where `high_words` is 1."""
     low, high = _matrix([1, 2, 4, 8]), _matrix([0, 0, 0, 0, 1, 2, 4, 8])

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ops.cpu.emitter import I16, Emitter, Value
+from ops.cpu.formats.eights import Eights
 
 CHUNK = 64
 """Weights handed out together."""
@@ -88,6 +89,10 @@ class SuperBlock(UnitFormat):
 
     def arrangement(self, e: Emitter) -> Sequence[int] | None:
         """The order of a block's activations that `dots` wants, if the format has that."""
+        return None
+
+    def eights(self, e: Emitter) -> Eights | None:
+        """How eight blocks are multiplied together, if the format has that."""
         return None
 
     def dots(self, e: Emitter, block: Value, x: list[Value]) -> list[Value]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ops.cpu.emitter import I8, I16, I32, Emitter, Value, vector
+from ops.cpu.formats.eights import Eights, NibbleEights
 from ops.cpu.formats.kernel_format import SubScales, SuperBlock, half_bits
 
 
@@ -18,6 +19,7 @@ class Q4K(SuperBlock):
     negative_mins = True
     scale_elems = 32
     nibbles_at: ClassVar[int] = 16
+    fifth_bits_at: ClassVar[int | None] = None
 
     def chunk(self, e: Emitter, block: Value, index: int) -> Value:
         """32 bytes hold 64 neighbours: the low nibbles, then the high ones."""
@@ -39,6 +41,9 @@ class Q4K(SuperBlock):
         high = e.b.and_(tops, e.constant(I32, [0, 0x30303030] * 4))
         codes = e.cast(e.b.or_(low, high), I8)
         return SubScales(self._each_twice(e, codes, 0), self._each_twice(e, codes, 8))
+
+    def eights(self, e: Emitter) -> Eights | None:
+        return NibbleEights(self.nibbles_at, self.fifth_bits_at) if e.isa == "avx512" else None
 
     def scale_bits(self, e: Emitter, block: Value) -> Value:
         return half_bits(e, block)
@@ -68,6 +73,7 @@ class Q5K(Q4K):
     block_bytes = 176
     max_byte = 31
     nibbles_at = 48
+    fifth_bits_at = 16
 
     def chunk(self, e: Emitter, block: Value, index: int) -> Value:
         bits = e.cast(e.twice(e.load(vector(I8, 32), block, 16)), I16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ops.cpu.emitter import I8, I16, Emitter, Value, vector
+from ops.cpu.formats.eights import Eights, SixBitEights
 from ops.cpu.formats.kernel_format import SubScales, SuperBlock, half_bits
 
 
@@ -29,6 +30,9 @@ class Q6K(SuperBlock):
 
     def sub_scales(self, e: Emitter, block: Value) -> SubScales:
         return SubScales(e.widen(e.load(vector(I8, 16), block, 192), I16, signed=True))
+
+    def eights(self, e: Emitter) -> Eights | None:
+        return SixBitEights() if e.isa == "avx512" else None
 
     def scale_bits(self, e: Emitter, block: Value) -> Value:
         return half_bits(e, block, 208)

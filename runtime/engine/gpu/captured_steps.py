@@ -40,6 +40,9 @@ NEWEST_SHARE = 0.2
 LONGEST_SHARE = 3.0
 """Of the expected time that counts of a step's."""
 
+LEAST_CONSTANT_BYTES = 64 << 10
+"""Of a graph's arrays."""
+
 
 class Launchable(Protocol):
     """A `Graph`, or those of several GPUs."""
@@ -157,6 +160,7 @@ class CapturedSteps:
         self._side = Stream(device, "capture of a side branch", priority=-1)
         self._fork, self._join = Event(device, "fork"), Event(device, "join")
         self._marks: list[Event] = []
+        self._constant_bytes = LEAST_CONSTANT_BYTES
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -222,6 +226,26 @@ class CapturedSteps:
         layout = add_stamps(parts.plan, stamps.address, stamps.most, overlapped=overlapped)
         return parts, GraphTimes(layout, stamps, self._device.info.index)
 
+    def _planned(
+        self, shape: StepShape, made: ExitStack
+    ) -> tuple[DeviceBuffer, Constants, tuple[PlanParts, GraphTimes | None]]:
+        """The launches of a shape, and where their constants are to lie.
+
+        Planning takes most of a capture's time, so it is done for room that sufficed so far, and
+        again only where more is needed.
+        """
+        while True:
+            with ExitStack() as trial:
+                room = trial.enter_context(
+                    DeviceBuffer(self._device, self._constant_bytes, "graph constants")
+                )
+                constants = Constants(room.address)
+                planned = self._plan(shape, constants)
+                if constants.n_bytes <= room.nbytes:
+                    made.push(trial.pop_all())
+                    return room, constants, planned
+            self._constant_bytes = constants.n_bytes
+
     def _stamp_memory(self) -> StampMemory:
         """Taken when the first timed graph is captured, with the kernel that writes there."""
         if self._stamps is None:
@@ -230,13 +254,8 @@ class CapturedSteps:
         return self._stamps
 
     def _capture(self, shape: StepShape) -> CapturedStep:
-        measured = Constants()
-        self._plan(shape, measured)
         with ExitStack() as made:
-            n_bytes = max(measured.n_bytes, 1)
-            buffer = made.enter_context(DeviceBuffer(self._device, n_bytes, "graph constants"))
-            constants = Constants(buffer.address)
-            parts, times = self._plan(shape, constants)
+            buffer, constants, (parts, times) = self._planned(shape, made)
             transfer_all(self._device, [Transfer(buffer.address, constants.image())])
             launches = [(n, self._launch(n)) for n in parts.plan.launches]
             graph = made.enter_context(

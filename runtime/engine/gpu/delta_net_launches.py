@@ -12,6 +12,7 @@ from ops.gpu.delta_net import (
     CHUNK_DECAY_FLOOR,
     CHUNK_SHARED_BYTES,
     DIMS,
+    INPUTS_RUN,
     N_TAPS,
     delta_chunk,
     delta_chunk_grid,
@@ -40,6 +41,8 @@ from runtime.models.linear import Linear
 
 PHASE = "delta net"
 """Of a layer: `Room.place`."""
+MANY_TOKENS = 64
+"""Of a prompt's step: then each warp of `delta_inputs` takes several."""
 FLOATS = 4
 """Parts of a row begin at multiples of so many values: 16-byte loads."""
 
@@ -197,10 +200,11 @@ class DeltaNetLaunches:
         parts, row, taken = self._parts, DeltaRow.of(mixer), self._taken(mixer)
         n, floor = parts.n_tokens, mixer.decay_floor
         width = 0 if self._is_pair(mixer) else decay_width(mixer)
+        run = INPUTS_RUN if parts.shape.kind is StepKind.PREFILL and n >= MANY_TOKENS else 1
         parts.plan.add(
             f"{layer}.delta_inputs",
             delta_inputs(overlapped=parts.overlapped),
-            delta_inputs_grid(mixer.n_key_head, mixer.n_value_head, width, n),
+            delta_inputs_grid(mixer.n_key_head, mixer.n_value_head, width, n, run),
             {
                 "counts": parts.token_count,
                 "rows": parts.control("rows"),
@@ -221,6 +225,7 @@ class DeltaNetLaunches:
                 "decay": taken.decay,
                 "betas": rows + 4 * row.beta,
                 "betas_stride": row.stride,
+                "run": run,
                 "beta": taken.beta,
                 "n_key_head": mixer.n_key_head,
                 "n_value_head": mixer.n_value_head,
@@ -237,7 +242,7 @@ class DeltaNetLaunches:
         n_bytes = 4 * parts.n_tokens * mixer.n_value
         out = parts.room.place(f"delta out {mixer.n_value}", n_bytes, PHASE)
         sizes = mixer.n_value_head, mixer.head_dim, parts.shape.n_sequences
-        chunks = self._takes_chunks(mixer)
+        chunks = parts.shape.kind is StepKind.PREFILL
         kernel = (delta_chunk if chunks else delta_net)(overlapped=parts.overlapped)
         parts.plan.add(
             f"{layer}.{kernel.entry}",
@@ -256,20 +261,17 @@ class DeltaNetLaunches:
                 "n_value_head": mixer.n_value_head,
                 "dim": mixer.head_dim,
                 "decay_width": decay_width(mixer),
+                **({"cuts": self._are_cut(mixer)} if chunks else {}),
             },
             shared_bytes=CHUNK_SHARED_BYTES if chunks else 0,
             overlapped=parts.overlapped,
         )
         return out
 
-    def _takes_chunks(self, mixer: DeltaNetSpec) -> bool:
-        """Whether several tokens at a time: of prompts, where that is exact and there is room."""
+    def _are_cut(self, mixer: DeltaNetSpec) -> bool:
+        """Whether chunks may have to end early."""
         floor = -math.inf if mixer.decay_floor is None else mixer.decay_floor
-        return (
-            self._parts.shape.kind is StepKind.PREFILL
-            and (decay_width(mixer) == 1 or floor >= CHUNK_DECAY_FLOOR)
-            and self._parts.gpu.block_shared_bytes >= CHUNK_SHARED_BYTES
-        )
+        return decay_width(mixer) > 1 and floor < CHUNK_DECAY_FLOOR
 
     def _taken(self, mixer: DeltaNetSpec) -> _Taken:
         room, n = self._parts.room, 4 * self._parts.n_tokens

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ops.gpu.step_io import RING
 from runtime.cuda.completion import reached
 from runtime.engine.closing import CLOSING_SECONDS, close_within
 from runtime.engine.executor import ExecutorLimits, StepInFlight
-from runtime.engine.gpu.flight import Flight, Uses, has_reached
+from runtime.engine.gpu.flight import Flight, Uses, has_reached, patiently
 from runtime.engine.gpu.gpu_parts import Exchange, GPUParts, States
 from runtime.engine.gpu.gpu_plan import GPUPlan
 from runtime.engine.gpu.graph_memory import graph_of, smaller_steps
@@ -23,6 +23,7 @@ from runtime.engine.gpu.joined_parts import in_parts
 from runtime.engine.gpu.step_check import StepCheck
 from runtime.engine.gpu.step_shape import MAX_OUTPUTS, Sampling, part_of, parts_of
 from runtime.engine.gpu.step_watch import StepWatch
+from runtime.engine.gpu.warm_up import WarmUp
 from runtime.engine.step import I32, Step, StepResult
 from runtime.errors import (
     ComputeError,
@@ -83,6 +84,7 @@ class GPUExecutor:
         self._times: list[StepTimes] = []
         self.layers_computed = {"gpu": 0, "cpu": 0}
         self._watch = None if parts.exchange is None else StepWatch(parts)
+        self.warm_up = WarmUp(parts)
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -165,6 +167,8 @@ class GPUExecutor:
     async def result_of(self, flight: Flight) -> StepResult:
         """What the step gave, once it has ended.  Raises: as `run`."""
         await self._until_ended(flight)
+        if flight.lost is not None:
+            raise flight.lost
         step, results = flight.step, self._parts.results
         if self.recorder is not None and self._parts.exchange is not None:
             self.recorder.record(step, self._choices(flight))
@@ -231,8 +235,7 @@ class GPUExecutor:
         try:
             async with asyncio.timeout(limit):
                 while self._flights:
-                    with suppress(ComputeError):  # nobody waits for what the step gave
-                        await self._until_ended(self._flights[0])
+                    await self._until_ended(self._flights[0])
         except TimeoutError:
             if not self._given_up:  # else whoever waited knows
                 raise DeviceStalled(limit) from None
@@ -336,14 +339,13 @@ class GPUExecutor:
                 self._retire()
 
     async def _until_reached(self, epoch: int, expected: float, limit: float) -> None:
-        ended = self._ended(epoch)
-        try:
-            await reached(ended, expected=expected, check=self._check_device, limit=limit)
-        except DeviceStalled:
-            if not has_reached(int(self._parts.results.done[0]), epoch):
-                raise
-            # The GPU gave up on a worker that is still at it: no other step can have the workers.
-            await reached(ended, check=self._check_device, limit=LATE_WORKER_SECONDS)
+        ended, done = self._ended(epoch), self._parts.results.done
+        wait = partial(reached, ended, check=self._check_device)
+        while_at_work = partial(wait, expected=expected, limit=limit)
+        if not await patiently(
+            while_at_work, lambda: has_reached(int(done[0]), epoch), self._parts.exchange
+        ):  # The GPU gave up on a worker that is still at it: no other step can have the workers.
+            await wait(limit=LATE_WORKER_SECONDS)
 
     def _retire(self) -> None:
         """The first step in flight has ended."""
@@ -361,9 +363,7 @@ class GPUExecutor:
             flight.uses = ((flight.step.n_tokens, use),)
             if self._watch is not None:
                 self._watch.ended(flight.step, use, now - flight.began)
-            self._parts.exchange.check(flight.epoch, behind=flight.step.follows)
-        if self._parts.links is not None:
-            self._parts.links.check(flight.epoch, behind=flight.step.follows)
+        flight.check(self._parts.exchange, self._parts.links)
 
     def _choices(self, flight: Flight) -> I32:
         """The experts that the step used, i32[n_moe_layers, n_tokens, n_used]."""

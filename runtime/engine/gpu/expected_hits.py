@@ -15,7 +15,7 @@ def expected_hit_rate(plan: GPUPlan) -> float | None:
         model = share.share.model
         blocks = [block for _, block in moe_layers(model.spec)]
         layers = moe_layers_of(model.weights, blocks)
-        known = None if plan.known is None else plan.known[first : first + len(blocks)]
+        known = None if plan.known is None else plan.known.part(slice(first, first + len(blocks)))
         first += len(blocks)
         if experts.holding is Holding.ALL or not experts.slots:
             continue

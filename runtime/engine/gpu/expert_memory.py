@@ -19,7 +19,7 @@ from runtime.engine.gpu.expert_plan import (
     slots_bytes,
     whole_layer_slots,
 )
-from runtime.engine.gpu.experts import ExpertStore, empty_table, moe_layers
+from runtime.engine.gpu.experts import U64, ExpertStore, empty_table, moe_layers
 from runtime.engine.gpu.plan_parts import StepMemory
 from runtime.engine.gpu.share_plan import SharePlan
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
@@ -62,6 +62,7 @@ class ExpertMemory:
     def resize(self, room: int) -> None:
         """Hold what fits so many bytes; no step is in flight.  Blocks until it is there.
 
+        Where that fails no expert is there: the CPU computes them, until it succeeds.
         Raises: PinningFailed, CudaError.
         """
         store, left = self._store, max(room - self.plan.fetch_bytes, 0)
@@ -72,8 +73,24 @@ class ExpertMemory:
         settings = replace(
             store.settings, slots=max(slots, default=0), layer_slots=slots if whole else None
         )
-        made = store.resize(settings)
-        transfer_all(self._device, [Transfer(self._table, flat(store.table()))])
+        emptied = store.table()
+        emptied[..., :RULE] = 0
+        self._write(emptied)  # before any slot is given back
+        try:
+            store.resize(settings)
+            self._write(store.table())
+        except BaseException:
+            store.empty()
+            raise
+        finally:
+            self._plan_anew(store, whole=whole)
+
+    def _write(self, table: U64) -> None:
+        transfer_all(self._device, [Transfer(self._table, flat(table))])
+
+    def _plan_anew(self, store: CachedExperts, *, whole: bool) -> None:
+        """The plan by what there is now; whole: of layers."""
+        made = store.settings
         held = [made.slots_of(at, layer.experts) for at, layer in enumerate(self._layers)]
         holding = Holding.LAYERS if whole else Holding.CACHE if any(held) else Holding.NONE
         self.plan = replace(

@@ -94,8 +94,8 @@ def moe_blocks(shares: Sequence[ShareOpening]) -> list[MoeSpec]:
 def _known(
     usage: LifetimeUsage, shares: Sequence[ShareOpening], resources: ExitStack
 ) -> list[tuple[MakePolicy, NDArray[np.uint64]]]:
-    """Of each GPU's MoE layers: policies that begin with the model's lifetime use, which is kept;
-    and that use.
+    """Of each GPU's MoE layers: policies that begin with what is known of the model's use, which is
+    kept; and how early its experts are wanted.
 
     `resources` saves it at the end, after the caches are closed.
     """
@@ -107,7 +107,7 @@ def _known(
     logger.info("the first experts on the GPU: by %s", usage.source)
     ends = accumulate(len(moe_blocks([share])) for share in shares)
     spans = [slice(*edges) for edges in pairwise((0, *ends))]
-    return [(keeper.policy(layers), usage.known[layers]) for layers in spans]
+    return [(keeper.policy(layers), usage.heat[layers]) for layers in spans]
 
 
 def _hold_some(
@@ -149,7 +149,8 @@ def _plan_of(
 
 def _hold_cached(share: ShareOpening, part: HostPart, policy: MakePolicy) -> None:
     """Hold some experts: fewer, where the GPU's memory is fuller than it seemed."""
-    from runtime.experts.cached_experts import CachedExperts, CacheSettings
+    from runtime.experts.cache_settings import CacheSettings
+    from runtime.experts.cached_experts import CachedExperts
     from runtime.experts.whole_layers import WholeLayers
 
     plan = share.expert_plan

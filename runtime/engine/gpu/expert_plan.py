@@ -8,6 +8,7 @@ none    the CPU computes them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,6 +21,7 @@ from runtime.engine.gpu.settings import GPUSettings
 from runtime.errors import ConfigError
 from runtime.experts.fetched_experts import FETCHED_TOKENS, fetch_bytes
 from runtime.experts.host_experts import LayerExperts, layer_experts
+from runtime.experts.known_use import KnownUse
 from runtime.models.spec import MoeSpec
 from runtime.models.weights import Weight
 
@@ -38,6 +40,9 @@ SWAPS_A_TOKEN = 4
 
 HITS_EXPONENT, KEPT_EXPONENT = 0.345, 0.3
 """Of the share of a layer's experts that a cache holds, and of that of two tokens' experts."""
+
+MOST_OFF = 32.0
+"""By which power at most what a cache served may correct that."""
 
 
 class Holding(StrEnum):
@@ -110,13 +115,13 @@ def some_experts(
     settings: GPUSettings,
     *,
     pinned: bool = True,
-    known: Sequence[NDArray[np.integer] | None] | None = None,
+    known: Sequence[KnownUse | None] | None = None,
 ) -> list[ExpertPlan]:
     """Of GPUs that cannot hold all of theirs, or are not to: their MoE layers, and bytes left.
 
     pinned  the GPU can read experts in host memory: else prompts fetch none, and swaps take the way
             through a buffer
-    known   of each GPU: earlier uses of its experts, [n_layers, n_expert]
+    known   of each GPU: of its experts, from earlier runs
     """
     both = list(zip(parts, rooms, strict=True))
     fetches = (
@@ -127,9 +132,9 @@ def some_experts(
     plans = []
     for index, (layers, room) in enumerate(both):
         fetched = _fetch_bytes(layers) if fetches else 0
-        uses = None if known is None else known[index]
         left = max(room - fetched, 0)
-        plans.append(_one_gpus(layers, left, fetched, settings, uses))
+        of_these = None if known is None else known[index]
+        plans.append(_one_gpus(layers, left, fetched, settings, of_these))
     return plans
 
 
@@ -138,7 +143,7 @@ def _one_gpus(
     room: int,
     fetched: int,
     settings: GPUSettings,
-    uses: NDArray[np.integer] | None,
+    known: KnownUse | None,
 ) -> ExpertPlan:
     wanted, mode = settings.moe_expert_cache, expert_mode(settings)
     even = even_slots(layers, room)
@@ -155,7 +160,7 @@ def _one_gpus(
     if mode is not None:
         slots = whole if mode is Holding.LAYERS else even
         return ExpertPlan(mode, slots, slots_bytes(layers, slots), fetched, "asked for")
-    cached = predicted_us(layers, expected_hits(layers, even, uses), swaps=True)
+    cached = predicted_us(layers, expected_hits(layers, even, known), swaps=True)
     layered = predicted_us(
         layers,
         [n / max(layer.experts.n_expert, 1) for n, layer in zip(whole, layers, strict=True)],
@@ -209,14 +214,40 @@ def slots_bytes(layers: Sequence[MoeLayer], slots: Sequence[int]) -> int:
 def expected_hits(
     layers: Sequence[MoeLayer],
     slots: Sequence[int],
-    uses: NDArray[np.integer] | None,
+    known: KnownUse | None,
 ) -> list[float]:
     """Share of each layer's uses that find the expert in a slot of a cache that follows use.
 
     Caches of 5 to 90 % of the experts serve about the cube root of their share (replays of
     published routing and runs, see docs/memory.md); one of less than two tokens' experts loses some
-    before they are used again.  Earlier uses say what experts that never move would serve.
+    before they are used again.  Earlier uses say what experts that never move would serve.  What a
+    cache served lately says how far that is from the truth: that cache is expected to serve the
+    same again, and another one to be as much better or worse (see docs/routing.md).
     """
+    expected = _hits_by_rule(layers, slots, None if known is None else known.uses)
+    if known is None or known.served is None or not layers:
+        return expected
+    share, rate = known.served
+    then = [round(share * layer.experts.n_expert) for layer in layers]
+    ruled = _mean(layers, _hits_by_rule(layers, then, known.uses))
+    if not (0.0 < ruled < 1.0 and 0.0 < share < 1.0):
+        return expected
+    off = math.log(min(max(rate, 0.01), 0.999)) / math.log(ruled)
+    return [hit ** min(max(off, 1 / MOST_OFF), MOST_OFF) for hit in expected]
+
+
+def _mean(layers: Sequence[MoeLayer], hits: Sequence[float]) -> float:
+    """Of all uses by a token."""
+    n_used = sum(layer.n_used for layer in layers)
+    return sum(layer.n_used * hit for layer, hit in zip(layers, hits, strict=True)) / n_used
+
+
+def _hits_by_rule(
+    layers: Sequence[MoeLayer],
+    slots: Sequence[int],
+    uses: NDArray[np.integer] | None,
+) -> list[float]:
+    """Without what a cache served."""
     hits = []
     for index, (n, layer) in enumerate(zip(slots, layers, strict=True)):
         share = n / max(layer.experts.n_expert, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,9 @@ import numpy as np
 from runtime.engine.gpu.captured_steps import CapturedStep
 from runtime.engine.gpu.gpu_parts import Exchange
 from runtime.engine.gpu.graph_times import read_all
+from runtime.engine.gpu.links import Links
 from runtime.engine.step import Step
+from runtime.errors import ComputeError, DeviceStalled
 from runtime.experts.totals import StepUse
 from runtime.profiling.record import Part, Span, StepTimes
 
@@ -28,6 +30,7 @@ class Flight:
     fresh     its graph was captured for it
     launched  by the host
     uses      see `StepResult`; known once it has ended
+    lost      why nothing that it gave counts; for whoever wants its result, and nobody else
     """
 
     epoch: int
@@ -37,9 +40,19 @@ class Flight:
     fresh: bool = False
     launched: float = field(init=False)
     uses: Uses = ()
+    lost: ComputeError | None = None
 
     def __post_init__(self) -> None:
         self.launched = self.began
+
+    def check(self, exchange: Exchange | None, links: Links | None) -> None:
+        """See whether the step, which has ended, is lost."""
+        for party in (exchange, links):
+            try:
+                if party is not None:
+                    party.check(self.epoch, behind=self.step.follows)
+            except ComputeError as error:
+                self.lost = error
 
     def times(self, seen: float, exchange: Exchange | None, beside: list[Span]) -> list[StepTimes]:
         """Where the time went, of a step whose graph keeps times and whose end was `seen`.
@@ -59,6 +72,27 @@ def team_spans(layers: list[list[float]]) -> Iterator[Span]:
     for posted, served in layers:
         if served - posted > LEAST_SECONDS:
             yield Span("CPU team", Part.MISSES, posted, served - posted)
+
+
+async def patiently(
+    wait: Callable[[], Awaitable[None]], gpu_ended: Callable[[], bool], exchange: Exchange | None
+) -> bool:
+    """`wait` for a step's end, anew as long as the team is at work on what the GPU misses; False
+    where the GPU has ended the step and the team has not.
+
+    Raises: whatever `wait` does; DeviceStalled where nobody is at work any more.
+    """
+    work = 0
+    while True:
+        try:
+            await wait()
+            return True
+        except DeviceStalled:
+            if gpu_ended():
+                return False
+            before, work = work, 0 if exchange is None else exchange.at_work
+            if work in (0, before):
+                raise
 
 
 def has_reached(done: int, epoch: int) -> bool:

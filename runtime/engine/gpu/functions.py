@@ -65,7 +65,9 @@ class Functions:
 
     def _load(self, item: tuple[KernelKey, Kernel]) -> None:
         key, kernel = item
-        module = Module(self._device, kernel.text, kernel.entry, self._cache)
+        module = Module(
+            self._device, lambda: kernel.text, kernel.entry, self._cache, recipe=kernel.recipe
+        )
         try:
             self._functions[key] = module.function(kernel.entry)
         except BaseException:

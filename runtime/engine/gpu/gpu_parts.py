@@ -117,6 +117,9 @@ class Steps(Protocol):
 class Exchange(Protocol):
     """See `runtime.experts.exchange.Exchange`."""
 
+    @property
+    def at_work(self) -> int: ...
+
     def ended(self, epoch: int) -> bool: ...
 
     def begin(self, epoch: int, *, behind: bool = False) -> None: ...

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
-
-from numpy.typing import NDArray
 
 from ops.gpu.kv_layout import PAGE_TOKENS
 from runtime.engine.executor import ExecutorLimits
@@ -31,9 +28,8 @@ from runtime.engine.gpu.share_plan import SharePlan, usable_bytes
 from runtime.engine.gpu.step_shape import LARGEST_BATCH, StepShapes
 from runtime.engine.machine import GPUFacts
 from runtime.errors import DeviceUnavailable
+from runtime.experts.known_use import KnownUse
 from runtime.models.model import Model
-
-Uses = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +38,7 @@ class GPUPlan:
     shares     of each GPU that is used, in the order of their layers
     experts    of each of them
     reason     why these GPUs
-    known      earlier uses of the model's experts
+    known      of the model's experts, from earlier runs
     """
 
     settings: GPUSettings
@@ -50,7 +46,7 @@ class GPUPlan:
     shares: tuple[SharePlan, ...]
     experts: tuple[ExpertPlan, ...]
     reason: str
-    known: Uses | None = None
+    known: KnownUse | None = None
 
     @property
     def whole(self) -> bool:
@@ -69,11 +65,11 @@ def plan_gpus(
     model: Model,
     proposed: Sequence[GPUSettings],
     gpus: Sequence[GPUFacts],
-    known: Uses | None = None,
+    known: KnownUse | None = None,
 ) -> GPUPlan:
     """The plan for the first of the settings that suit these GPUs' memory, else that fit it.
 
-    known: earlier uses of the model's experts, [n_moe_layers, n_expert]
+    known: of the model's experts, from earlier runs
     Raises: DeviceUnavailable where none does: why the last one does not; ConfigError.
     """
     fitting: GPUPlan | None = None
@@ -108,7 +104,7 @@ def moe_parts(model: Model, shares: Sequence[SharePlan]) -> list[list[MoeLayer]]
 
 
 def _plan(
-    model: Model, settings: GPUSettings, gpus: Sequence[GPUFacts], known: Uses | None
+    model: Model, settings: GPUSettings, gpus: Sequence[GPUFacts], known: KnownUse | None
 ) -> GPUPlan:
     if len(gpus) > 1 and settings.split is None and settings.tensor_split is None:
         alone = _on_one(model, settings, gpus)
@@ -145,7 +141,7 @@ def _on(
     settings: GPUSettings,
     gpus: Sequence[GPUFacts],
     reason: str,
-    known: Uses | None = None,
+    known: KnownUse | None = None,
 ) -> GPUPlan:
     """Raises: DeviceUnavailable, ConfigError."""
     spec = model.spec
@@ -194,13 +190,13 @@ def plan_experts(
     rooms: Sequence[int] | None = None,
     *,
     pinned: bool = True,
-    known: Uses | None = None,
+    known: KnownUse | None = None,
 ) -> tuple[ExpertPlan, ...]:
     """Of every share.
 
     rooms   bytes left for experts, where that is less than planned; their GPUs then hold some
     pinned  the GPUs can copy experts from host memory
-    known   earlier uses of all MoE layers' experts
+    known   of all MoE layers' experts
     """
     parts = moe_parts(model, shares)
     left = [share.expert_room for share in shares] if rooms is None else list(rooms)
@@ -215,7 +211,7 @@ def plan_experts(
         [left[index] for index in missing],
         shares[0].settings,
         pinned=pinned,
-        known=[None if known is None else known[spans[index]] for index in missing],
+        known=[None if known is None else known.part(spans[index]) for index in missing],
     )
     plans = {index: plan for index, plan in zip(missing, some, strict=True)}
     return tuple(

@@ -79,7 +79,8 @@ class LaunchPlan:
     ) -> None:
         """Add a launch behind all others of its branch.
 
-        Behind a join it never starts early on the main one: it has two predecessors.
+        Behind a join with a mark it never starts early on the main one. Behind one with all of the
+        side branch it may: that has ended then, as none of it says before that others may start.
         """
         early = overlapped and (self._side or not self._joined)
         self._joined = self._joined and self._side
@@ -104,7 +105,7 @@ class LaunchPlan:
     def join(self, number: int | None = None) -> None:
         """What is added from here on runs after the side branch, or what of it has the number."""
         self.nodes.append(Join(number))
-        self._joined = True
+        self._joined = number is not None
 
     @property
     def launches(self) -> list[PlannedLaunch]:

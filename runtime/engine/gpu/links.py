@@ -17,6 +17,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer, slot_bytes
 from runtime.cuda.stream import Stream
 from runtime.errors import CudaError, EngineBug, HandOverStalled
+from runtime.experts.lost_steps import LostSteps
 
 WORD = slot_bytes(4)
 """Bytes between words that different GPUs look at."""
@@ -123,7 +124,7 @@ class Links:
             self._words_at = words.address_on(devices[0])
             self._words = words.view.view(np.uint32)
             self._done = self._words[WORDS_BYTES // 4 :][: len(self.done)]
-            self._lost: tuple[int, int] | None = None  # a step, and its link, of which was told
+            self._lost = LostSteps(self._words[FAILED // 4 :][:4])
             self._parted: CudaError | None = None
             self._resources = resources.pop_all()
 
@@ -154,17 +155,9 @@ class Links:
     def check(self, epoch: int, *, behind: bool = False) -> None:
         """Raises: HandOverStalled where a GPU waited in vain in that step, or in the one before it
         and this one was launched `behind` it."""
-        at = FAILED // 4
-        failed = int(self._words[at])
-        # What the next step has left here may hide what this one did.
-        if failed and (failed - epoch) & 0xFFFFFFFF <= 1:
-            self._lost = epoch, int(self._words[at + 1])
-            if failed == epoch:
-                self._words[at] = 0
-        elif not (behind and self._lost and self._lost[0] == (epoch - 1) & 0xFFFFFFFF):
-            return
-        number = self._lost[1]
-        raise HandOverStalled(number, (number + 1) % (len(self.between) + 1))
+        number = self._lost.take(epoch, behind=behind)
+        if number is not None:
+            raise HandOverStalled(number, (number + 1) % (len(self.between) + 1))
 
     def part(self, error: CudaError) -> None:
         """Some GPUs have a step that the others did not get: they will never meet again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from runtime.config import environment
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver, open_driver
 from runtime.cuda.module import CubinCache
 from runtime.engine.gpu.captured_steps import CapturedSteps
 from runtime.engine.gpu.control import ControlRing
 from runtime.engine.gpu.devices import open_devices
+from runtime.engine.gpu.exchange_opening import (
+    measured_misses,
+    open_exchange,
+    prepare_cpu,
+    show_experts,
+    start_tests,
+    take_team,
+)
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.gpu.expert_memory import ExpertMemories, ExpertMemory
 from runtime.engine.gpu.expert_opening import hold_experts, moe_blocks
@@ -43,17 +50,15 @@ from runtime.engine.gpu.step_graph import logits_stride
 from runtime.engine.gpu.step_shape import LARGEST_BATCH, StepShapes
 from runtime.engine.gpu.support import obstacles
 from runtime.engine.machine import GPUFacts
-from runtime.engine.step import StepKind
-from runtime.errors import ConfigError, DeviceUnavailable
-from runtime.experts.miss_rates import MissRates
-from runtime.experts.miss_rule import MissRule, rule_in
+from runtime.errors import DeviceUnavailable
 from runtime.experts.usage import LifetimeUsage, lifetime_usage
 from runtime.models.model import Model
 from runtime.notices import Reason
-from runtime.progress import Progress
+from runtime.progress import Progress, follow
 
 if TYPE_CHECKING:
     from ops.cpu.compiling import Preparation
+    from ops.cpu.team import Team
     from runtime.experts.exchange import Exchange
 
 logger = logging.getLogger(__name__)
@@ -93,7 +98,7 @@ def open_gpu_executor(
         gpus = [GPUFacts(device.info, device.free_bytes()) for device in opened]
         refused = partial(proposed[0].notices.add, Reason.PROFILE_REFUSED)
         usage = lifetime_usage(model, tell=refused) if model.spec.n_expert_max else None
-        known = None if usage is None else usage.known
+        known = None if usage is None else usage.for_plan
         plan = plan_gpus(model, proposed, gpus, known)
         devices = _used(opened, plan)
         opening = _Opening(model, plan, usage, progress, devices, resources)
@@ -133,23 +138,7 @@ class _Opening:
 
     def executor(self, cache: CubinCache) -> GPUExecutor:
         own, shares = self.resources.callback, self.shares
-        with ThreadPoolExecutor(1, thread_name_prefix="CPU kernels") as helper:
-            # Importing the compiler is a second of Python, in which weights can travel.
-            preparing = None if self.planned.whole else helper.submit(self._prepare_cpu)
-            missing = self._hold()
-            shapes = self._shared_shapes(missing) if missing else self._shapes()
-            firsts, n_choices = self._choices(missing, shapes)
-            results = self._results(shapes, n_choices)
-            self._load()
-            preparation = None if preparing is None else preparing.result()
-        if preparation is not None:
-            self.progress.start("preparing CPU kernels", preparation.n_kernels, "kernel")
-            preparation.wait(lambda n_ready, _: self.progress.advance(min(n_ready, 1)))
-        exchange = self._exchange(missing, shapes, results) if missing else None
-        self._plan(missing, shapes, exchange)
-        self._assemble(cache)
-        for share in missing:
-            self._test_exchange(exchange, share)
+        missing, shapes, firsts, results, exchange = self._filled(cache)
         ring = ControlRing(self.devices[0], max(share.needs.block_bytes for share in shares))
         own(ring.close)
         tables = [share.n_rows for share in shares]
@@ -181,21 +170,68 @@ class _Opening:
             planned=replace(self.planned, experts=tuple(share.expert_plan for share in shares)),
             n_layers=len(self.model.spec.layers),
             memories=GatheredRows(self.model) if self.model.spec.memory_tables else None,
-            misses=None if exchange is None else self._misses(exchange, missing),
+            misses=None
+            if exchange is None
+            else measured_misses(exchange, missing[0], self.settings, self.progress),
         )
         if self.links is not None:
             self._split(parts, missing, steps, self.links)
         self.progress.start("capturing graphs")
-        for shape in shapes.first(StepKind.DECODE):
+        for shape in shapes.first_request():
             parts.steps.of(shape)
         parts.resources = self.resources.pop_all()
         return GPUExecutor(self.limits, parts)
 
+    def _filled(
+        self, cache: CubinCache
+    ) -> tuple[list[ShareOpening], StepShapes, list[int | None], Results, Exchange | None]:
+        """Take memory, fill it, and have all kernels ready, as much as possible at once.
+
+        Returns the GPUs that miss experts, classes of steps, where the GPUs' choices begin, results
+        and what serves missed experts.
+        """
+        shares = self.shares
+        with ThreadPoolExecutor(1, thread_name_prefix="kernels") as helper:
+            # Importing the compiler is a second of Python, in which memory can be taken.
+            preparing = (
+                None
+                if self.planned.whole
+                else helper.submit(prepare_cpu, self.model, shares, self.resources)
+            )
+            missing = self._hold()
+            shapes = self._shared_shapes(missing) if missing else self._shapes()
+            firsts, n_choices = self._choices(missing, shapes)
+            results = self._results(shapes, n_choices)
+            beside = Progress()
+            getting_ready = helper.submit(
+                self._kernels, missing, shapes, results, cache, preparing, beside
+            )
+            try:
+                moved = self._moving("experts", sum(share.experts.n_bytes for share in shares))
+                for share in shares:
+                    share.load_experts(moved)
+                follow(getting_ready, beside, self.progress)
+            except BaseException:
+                beside.cancel()
+                raise
+            exchange = getting_ready.result()
+        if exchange is not None:
+            show_experts(exchange, missing)
+        return missing, shapes, firsts, results, exchange
+
     def _hold(self) -> list[ShareOpening]:
-        """Take each GPU's memory; returns those that do not hold all of their experts."""
+        """Take each GPU's memory, and fill it but for experts; returns those that do not hold all
+        of these.
+
+        Other weights travel first: until the CPU's compiler is imported nothing can decide on
+        experts, whose pages are pinned meanwhile.
+        """
         for share in self.shares:
             share.open_dense()
         self._link()
+        moved = self._moving("weights", sum(share.weights.n_bytes for share in self.shares))
+        for share in self.shares:
+            share.load_dense(moved)
         return hold_experts(
             self.model, self.planned, self.shares, self.usage, self.progress, self.resources
         )
@@ -273,80 +309,9 @@ class _Opening:
         self.resources.callback(results.close)
         return results
 
-    def _prepare_cpu(self) -> Preparation:
-        """Start on the kernels of missed experts: they are ready by the time that they are wanted,
-        or at least nearer to it."""
-        from ops.cpu.compiling import Preparation
-        from runtime.experts import exchange  # noqa: F401  imported here, beside other work
-        from runtime.experts.serve_program import kernels_of
-
-        preparation = Preparation(kernels_of(self.model.weights, moe_blocks(self.shares)))
-        self.resources.callback(preparation.close)
-        return preparation
-
-    def _exchange(
-        self, missing: Sequence[ShareOpening], shapes: StepShapes, results: Results
-    ) -> Exchange:
-        """What has the CPU compute the experts that are not on GPUs."""
-        from ops.cpu.team import TeamError, acquire_team
-        from runtime.experts.exchange import Exchange, ExchangeSizes
-        from runtime.experts.host_experts import layer_experts
-        from runtime.experts.page_reader import page_reader
-
-        try:
-            # Whoever launches and looks for ends must not wait for a worker's processor.
-            team = acquire_team(self.settings.n_threads, spare=len(self.devices))
-        except TeamError as error:
-            raise ConfigError(f"n_threads = {self.settings.n_threads}: {error}") from error
-        self.resources.callback(team.release)
-        exchange = Exchange(
-            missing[0].device,
-            team,
-            self.model.weights,
-            moe_blocks(missing),
-            ExchangeSizes(n_tokens=shapes.most_missed_tokens),
-            results.done_host,
-        )
-        self.resources.callback(exchange.close)
-        experts = [layer_experts(self.model.weights, block) for block in moe_blocks(missing)]
-        self.resources.enter_context(page_reader(exchange.memory, experts))
-        return exchange
-
-    def _test_exchange(self, exchange: Exchange | None, share: ShareOpening) -> None:
-        """Raises: DeviceUnavailable where experts cannot be handed over here."""
-        from runtime.experts.self_test import KERNELS, self_test
-
-        if exchange is None or self.settings.exchange_rounds == 0:
-            return
-        self.progress.start("testing the exchange with the CPU")
-        share.functions.load(KERNELS)
-        rounds = self.settings.exchange_rounds
-        result = self_test(share.device, exchange.team, share.functions.function, rounds)
-        logger.info(
-            "exchange with the CPU: %d rounds, %.1f us each", result.rounds, result.microseconds
-        )
-
-    def _misses(self, exchange: Exchange, missing: Sequence[ShareOpening]) -> MissRule:
-        """Who is to serve missed experts: as asked for, or by what it takes here.
-
-        Raises: ConfigError.
-        """
-        from runtime.experts.cached_experts import CachedExperts
-        from runtime.experts.miss_probe import probe_misses
-
-        asked = dict(self.settings.moe_cache).get("misses")
-        given = rule_in(asked or environment("LLAMA_MOE_CACHE_MISSES"))
-        share, rates = missing[0], MissRates(())
-        if isinstance(share.experts, CachedExperts) and self.settings.exchange_rounds:
-            self.progress.start("measuring what misses take")
-            n_used = max(block.n_used for block in moe_blocks([share]))
-            rates = probe_misses(exchange, share.experts.host, share.device, n_used)
-            logger.info("misses: %s", rates.describe())
-        return MissRule(rates, given)
-
-    def _load(self) -> None:
-        total = sum(share.weights.n_bytes + share.experts.n_bytes for share in self.shares)
-        self.progress.start("moving weights to the GPU", total >> 20, "MiB")
+    def _moving(self, what: str, n_bytes: int) -> Callable[[int], None]:
+        """Begin to show how many of these bytes have moved; returns what is told of each piece."""
+        self.progress.start(f"moving {what} to the GPU", n_bytes >> 20, "MiB")
         rest = 0
 
         def moved(n_bytes: int) -> None:
@@ -354,8 +319,54 @@ class _Opening:
             n_whole, rest = divmod(rest + n_bytes, 1 << 20)
             self.progress.advance(n_whole)
 
+        return moved
+
+    def _kernels(
+        self,
+        missing: Sequence[ShareOpening],
+        shapes: StepShapes,
+        results: Results,
+        cache: CubinCache,
+        preparing: Future[Preparation] | None,
+        progress: Progress,
+    ) -> Exchange | None:
+        """Have the kernels of both sides ready, and what joins them; on a thread of its own, while
+        weights travel.
+
+        preparing: the CPU's kernels, which the exchange calls
+        """
+        if preparing is not None:
+            preparation = preparing.result()
+            progress.start("preparing CPU kernels", preparation.n_kernels, "kernel")
+            preparation.wait(lambda n_ready, _: progress.advance(min(n_ready, 1)))
+        exchange = None
+        if missing:
+            n_tokens, team = shapes.most_missed_tokens, self._team()
+            exchange = open_exchange(
+                team, self.model, missing, n_tokens, results.done_host, self.resources
+            )
         for share in self.shares:
-            share.load(moved)
+            share.open_kernels(cache)
+        with ThreadPoolExecutor(1, thread_name_prefix="exchange test") as tester:
+            tests: list[Future[None]] = []
+            if exchange is not None and self.settings.exchange_rounds:
+                tests = start_tests(tester, exchange, missing, self.settings.exchange_rounds)
+            self._plan(missing, shapes, exchange)
+            n_kernels = sum(len(share.needs.kernels) for share in self.shares)
+            progress.start("assembling GPU kernels", n_kernels, "kernel")
+            advance: Callable[[], object] = progress.advance
+            for share in self.shares:
+                share.assemble(advance)
+            if tests:
+                progress.start("testing the exchange with the CPU")
+            for test in tests:
+                test.result()
+        return exchange
+
+    def _team(self) -> Team:
+        """The CPU's workers.  Raises: ConfigError."""
+        # Whoever launches and looks for ends must not wait for a worker's processor.
+        return take_team(self.settings.n_threads, len(self.devices), self.resources)
 
     def _plan(
         self, missing: Sequence[ShareOpening], shapes: StepShapes, exchange: Exchange | None
@@ -366,17 +377,8 @@ class _Opening:
             mailboxes: Mailboxes | None = None
             if exchange is not None and share in missing:
                 mailboxes = exchange if first == 0 else exchange.on(share.device, first)
-                n_layers = len(moe_blocks([share]))
-                share.experts.show(exchange.missing[first : first + n_layers])
-                first += n_layers
+                first += len(moe_blocks([share]))
             share.plan(mailboxes, max_deltas, largest)
-
-    def _assemble(self, cache: CubinCache) -> None:
-        n_kernels = sum(len(share.needs.kernels) for share in self.shares)
-        self.progress.start("assembling GPU kernels", n_kernels, "kernel")
-        advance: Callable[[], object] = self.progress.advance
-        for share in self.shares:
-            share.assemble(cache, advance)
 
     def _facts(self) -> dict[str, object]:
         """Of all GPUs together, then of each where there are several."""

@@ -25,12 +25,13 @@ from runtime.models.model import Model
 class StepMemory:
     """Addresses that all graphs share; see `ops.gpu.step_io` for what lies there.
 
-    In the GPU's memory: control, the table of experts, the u32 words epoch and counter, and what
-    was chosen (`sampling_launches`). With several GPUs the table
-    is a part of one of all layers, from first_row on. Pinned: the ring of control blocks, the
-    logits, the flags of outputs, done of this GPU and results_done of the last one; for each
-    control block the choices of experts, choices_stride apart, and host_chosen, what was chosen.
-    Of graphs with stamps alone: stamps, of stamps_bytes, and host_stamps, for each control block.
+    In the GPU's memory: control, the table of experts, the u32 words epoch and counter, words that
+    are 0 between launches (`choice_launches`), and what was chosen (`sampling_launches`). With
+    several GPUs the table is a part of one of all layers, from first_row on. Pinned: the ring of
+    control blocks, the logits, the flags of outputs, done of this GPU and results_done of the last
+    one; for each control block the choices of experts, choices_stride apart, and host_chosen, what
+    was chosen. Of graphs with stamps alone: stamps, of stamps_bytes, and host_stamps, for each
+    control block.
     """
 
     control: int = 0
@@ -38,6 +39,7 @@ class StepMemory:
     first_row: int = 0
     epoch: int = 0
     counter: int = 0
+    words: int = 0
     ring: int = 0
     ring_stride: int = 0
     logits: int = 0

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ops.gpu.norm import norm
 from ops.gpu.quantize import BLOCK_VALUES, KINDS, quantize
-from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes, record_fields
+from runtime.engine.gpu.plan_parts import (
+    DeviceRows,
+    PlanParts,
+    record_bytes,
+    record_fields,
+)
 
 NOTHING_PENDING: dict[str, int] = {
     "delta": 0,
@@ -21,6 +27,21 @@ NOTHING_PENDING: dict[str, int] = {
 
 MAX_GRID_ROWS = 1 << 15
 """Rows of one launch: the second number of a grid ends at 65535."""
+
+
+@dataclass(frozen=True)
+class NormEntry:
+    """A norm that the launch behind it has to do: x_to = x + delta, and its norm.
+
+    x, x_to  addresses of f32[n_tokens, n_embd], not the same
+    delta    the same; 0: there is none, and x_to is not written
+    norm     name of the norm's weights
+    """
+
+    x: int
+    x_to: int
+    delta: int
+    norm: str
 
 
 def add_norm(

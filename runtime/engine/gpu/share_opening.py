@@ -14,6 +14,7 @@ from runtime.cuda.memory import DeviceBuffer, slot_bytes
 from runtime.cuda.module import CubinCache
 from runtime.cuda.stream import Stream
 from runtime.engine.gpu.captured_steps import CapturedSteps, Needs, needs_of
+from runtime.engine.gpu.choice_launches import WORDS_BYTES
 from runtime.engine.gpu.control import ControlRing
 from runtime.engine.gpu.expert_plan import ExpertPlan
 from runtime.engine.gpu.experts import ExpertStore, ResidentExperts
@@ -35,7 +36,8 @@ FIRST_EPOCH = 1
 
 
 class ShareOpening:
-    """`open_dense`, `join`, `hold`, `plan`, `assemble`, `capture`, in this order.
+    """`open_dense`, `join`, `load_dense`, `hold`, `open_kernels`, `plan`, `assemble`, `capture`, in
+    this order; `load_experts` after `hold`.
 
     planned      what it is to hold
     expert_plan  which experts it is to hold, then which it does
@@ -126,13 +128,22 @@ class ShareOpening:
         self.experts = ResidentExperts(self.device, self.model) if experts is None else experts
         self._own(self.experts.close)
 
-    def load(self, moved: Callable[[int], None]) -> None:
-        """Move the tensors to the GPU.  Raises: PinningFailed, CudaError; what `moved` raises."""
-        copied = self.weights.load(moved) + self.experts.load(moved)
-        if copied:
+    def load_dense(self, moved: Callable[[int], None]) -> None:
+        """Move all but the experts to the GPU.
+
+        Raises: PinningFailed, CudaError; what `moved` raises.
+        """
+        self._tell_copied(self.weights.load(moved))
+
+    def load_experts(self, moved: Callable[[int], None]) -> None:
+        """Move those experts to the GPU that it is to hold; raises the same."""
+        self._tell_copied(self.experts.load(moved))
+
+    def _tell_copied(self, n_bytes: int) -> None:
+        if n_bytes:
             self.planned.settings.notices.add(
                 Reason.UNPINNED,
-                f"{copied / 2**30:.1f} GiB of weights went to {self.device.info.name} by way of "
+                f"{n_bytes / 2**30:.1f} GiB of weights went to {self.device.info.name} by way of "
                 "buffers, slower: the driver would not register the file's pages",
             )
 
@@ -143,10 +154,13 @@ class ShareOpening:
         for text in sorted(self.needs.slow_prompts):
             self.planned.settings.notices.add(Reason.SLOW_PROMPTS, text)
 
-    def assemble(self, cache: CubinCache, assembled: Callable[[], object]) -> None:
-        """Load the kernels.  Raises: PtxCompileError, CudaError."""
+    def open_kernels(self, cache: CubinCache) -> None:
+        """Where kernels are loaded; none is yet."""
         self.functions = Functions(self.device, cache)
         self._own(self.functions.close)
+
+    def assemble(self, assembled: Callable[[], object]) -> None:
+        """Load the kernels.  Raises: PtxCompileError, CudaError."""
         self.functions.load(self.needs.kernels.values(), assembled)
 
     def capture(
@@ -213,16 +227,23 @@ class ShareOpening:
         table[self.first_row :][: self.n_rows] = own
         words = np.array([FIRST_EPOCH, 0], np.uint32)
         control_bytes = self.needs.control_bytes
-        parts = (slot_bytes(control_bytes), slot_bytes(words.nbytes), DEVICE_CHOSEN_BYTES)
+        parts = (
+            slot_bytes(control_bytes),
+            slot_bytes(words.nbytes),
+            slot_bytes(WORDS_BYTES),
+            DEVICE_CHOSEN_BYTES,
+        )
         state = DeviceBuffer(self.device, sum(parts) + slot_bytes(table.nbytes), "step state")
         self._own(state.close)
         control = state.address
         epoch = control + parts[0]
-        chosen = epoch + parts[1]
-        table_at = chosen + parts[2]
+        handed = epoch + parts[1]
+        chosen = handed + parts[2]
+        table_at = chosen + parts[3]
         transfers = [
             Transfer(control, np.zeros(control_bytes, np.uint8)),
             Transfer(epoch, flat(words)),
+            Transfer(handed, np.zeros(WORDS_BYTES, np.uint8)),
             Transfer(chosen, np.zeros(DEVICE_CHOSEN_BYTES, np.uint8)),
             Transfer(table_at, flat(table)),
         ]
@@ -234,6 +255,7 @@ class ShareOpening:
             first_row=self.first_row,
             epoch=epoch,
             counter=epoch + 4,
+            words=handed,
             ring=ring.address_on(self.device),
             ring_stride=ring.stride,
             logits=results.logits_address + shift,

@@ -11,10 +11,6 @@ from runtime.engine.step import StepKind
 PROMPT_TOKENS = 64
 """Of a step that is meant to read a prompt quickly."""
 
-DELTA_NET = (
-    "delta nets read prompts token by token: the kernel that takes 16 at a time needs 69 KiB of "
-    "shared memory a block and, where each key has a decay of its own, a floor of these"
-)
 ATTENTION = (
     "the tokens of prompts attend one by one: the kernels for prompts do not take these heads with "
     "this cache type, or do not fit a block's shared memory; a cache type of f16 may help"
@@ -32,10 +28,9 @@ def slow_launches(shape: StepShape, launches: list[PlannedLaunch]) -> Iterator[s
     alone = ("attention", "latent_decode")
     latent = {_layer(launch) for launch in launches if launch.kernel.entry == "latent_heads"}
     for launch in launches:
-        entry = launch.kernel.entry
-        if entry == "delta_net":
-            yield DELTA_NET
-        elif entry in alone and ("lists" not in launch.arguments or _layer(launch) in latent):
+        if launch.kernel.entry in alone and (
+            "lists" not in launch.arguments or _layer(launch) in latent
+        ):
             yield ATTENTION
 
 

@@ -30,6 +30,7 @@ ALIGN = 16
 
 PART_OF_SOURCE = {
     "route.ptx": Part.ROUTER,
+    "choose_experts.ptx": Part.ROUTER,
     "group.ptx": Part.ROUTER,
     "candidates.ptx": Part.LOGITS,
     "sample.ptx": Part.LOGITS,

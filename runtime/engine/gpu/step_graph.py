@@ -15,12 +15,9 @@ from ops.gpu import embed as embed_kernel
 from ops.gpu.embed import embed
 from ops.gpu.expert import ADDRESSES
 from ops.gpu.step_io import refresh, refresh_blocks, report, report_blocks
+from runtime.engine.gpu.choice_launches import choices_bytes, choices_place
 from runtime.engine.gpu.control import control_layout
-from runtime.engine.gpu.feed_forward_launches import (
-    FeedForwardLaunches,
-    choices_bytes,
-    choices_place,
-)
+from runtime.engine.gpu.feed_forward_launches import FeedForwardLaunches
 from runtime.engine.gpu.graph_ends import (
     ALONE,
     GraphEnds,
@@ -174,8 +171,12 @@ class StepPlanner:
         normed = DeviceRows(parts.room, "feed-forward input", n, n_embd)
         feed_forwards.prepare(layer.feed_forward, normed)
         name, norm = f"{index}.feed_forward_norm", layer.feed_forward_norm
-        residual.enter(name, norm, layer.feed_forward_streams, normed, added)
-        return feed_forwards.add(index, layer.feed_forward, normed)
+        entry = None
+        if feed_forwards.takes_norm(layer.feed_forward):
+            entry = residual.leave_norm(norm, added)
+        if entry is None:
+            residual.enter(name, norm, layer.feed_forward_streams, normed, added)
+        return feed_forwards.add(index, layer.feed_forward, normed, entry)
 
     def _refresh(self, parts: PlanParts) -> None:
         memory, layout = parts.memory, parts.layout

@@ -172,14 +172,22 @@ class StepShapes:
         ]
         return [*shapes, *self._sampling(self.most_tokens(StepKind.DECODE), longest)]
 
-    def first(self, kind: StepKind) -> list[StepShape]:
-        """Classes of short contexts and few sequences whose tokens are all outputs."""
-        n = min(self._max_sequences, self.max_batch, SMALL_BATCHES[-1])
-        batches = {self._batches[bisect_left(self._batches, k)] for k in range(1, n + 1)}
-        shapes = [self._shape(kind, batch, 1, None) for batch in sorted(batches)]
-        if kind is StepKind.DECODE:
-            shapes += [shape for batch in sorted(batches) for shape in self._sampling(batch, 1)]
-        return shapes
+    def first_request(self) -> list[StepShape]:
+        """Classes of what one sequence of a short context decodes by, but for those whose sampler
+        wants all logits where others can have their tokens chosen."""
+        shortest = self._contexts[0]
+        host = self._shape(StepKind.DECODE, 1, shortest, None)
+        return self._sampling(1, shortest) or [host]
+
+    def likely(self) -> list[StepShape]:
+        """Classes that one sequence comes to: prompts by their length, then decoding of longer and
+        longer texts, and the later chunks of long prompts."""
+        kind, longest = StepKind.PREFILL, self._contexts[-1]
+        sizes = [n for n in self._batches if n <= min(self.most_tokens(kind), longest)]
+        prompts = [self._shape(kind, n, n, 1 if n > 1 else None) for n in sizes]
+        decodes = [shape for n in self._contexts for shape in self._sampling(1, n)]
+        chunks = [self._shape(kind, sizes[-1], n, 1) for n in self._contexts if n >= sizes[-1]]
+        return list(dict.fromkeys([*prompts, *decodes, *chunks]))
 
     def _sampling(self, n_tokens: int, n_context: int) -> list[StepShape]:
         """The classes that choose the tokens of so many outputs."""

@@ -25,7 +25,7 @@ from runtime.engine.gpu.mixed_launches import (
     takes_few_mixed,
 )
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, record_bytes
-from runtime.engine.gpu.row_launches import NOTHING_PENDING, add_norm
+from runtime.engine.gpu.row_launches import NOTHING_PENDING, NormEntry, add_norm
 from runtime.models.model import Model
 from runtime.models.streams import GatedStreams, SinkhornStreams, Streams
 
@@ -55,6 +55,10 @@ class Residual(Protocol):
         """Return the last block's result, and write the input of the next to `out`."""
         ...
 
+    def leave_norm(self, norm: str, pending: Mapping[str, int]) -> NormEntry | None:
+        """What `enter` would do, for the launch behind it; None: it cannot."""
+        ...
+
     def settle(self, name: str, pending: Mapping[str, int]) -> None:
         """Return the last block's result, and nothing else."""
         ...
@@ -64,7 +68,8 @@ class OneStream:
     """x += the last block's result; its norm enters the next.  `x` has the embeddings."""
 
     def __init__(self, parts: PlanParts, x: int) -> None:
-        self.x = x
+        n_bytes = 4 * parts.n_tokens * parts.model.spec.n_embd
+        self.x, self._other = x, parts.room.place("residual", n_bytes)
         self._parts = parts
 
     def enter(
@@ -79,6 +84,14 @@ class OneStream:
     ) -> None:
         """See `Residual`."""
         add_norm(self._parts, name, norm, self.x, out, pending, outputs=outputs)
+
+    def leave_norm(self, norm: str, pending: Mapping[str, int]) -> NormEntry | None:
+        """See `Residual`; from here on x lies elsewhere."""
+        if set(pending) != {"delta"}:
+            return None
+        before, self.x = self.x, self._other
+        self._other = before
+        return NormEntry(before, self.x, pending["delta"], norm)
 
     def settle(self, name: str, pending: Mapping[str, int]) -> None:
         """See `Residual`."""
@@ -118,6 +131,10 @@ class SeveralStreams:
             add_mean_of_mixed(parts, name, self.x, weight, self._mixed, pending, forms)
         else:
             self._enter(name, kernels.ENTER_MEAN, weight, out, pending, outputs)
+
+    def leave_norm(self, norm: str, pending: Mapping[str, int]) -> NormEntry | None:
+        """See `Residual`."""
+        return None
 
     def settle(self, name: str, pending: Mapping[str, int]) -> None:
         """See `Residual`."""

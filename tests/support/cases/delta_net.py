@@ -11,6 +11,7 @@ import numpy as np
 from ops.arithmetic import activation_layout, quantize_rows
 from ops.gpu.delta_net import (
     CHUNK_SHARED_BYTES,
+    INPUTS_RUN,
     N_TAPS,
     decay_reference,
     delta_chunk,
@@ -81,16 +82,22 @@ LARGE = (
     Setting(16, 48, 128, ((37, 0, 0), (20, 4, 1))),
     Setting(64, 64, 128, ((1, 7, 0), (30, 0, 2)), wide_decay=True, has_floor=True),
 )
+RUNS = Setting(
+    *(1, 2, 32, ((20, 0, 1), (2, 5, 2), (1, 4, 0), (11, 2, 3))), wide_decay=True, has_floor=True
+)
+"""Sequences that begin, and end, within what a warp of `delta_inputs` takes."""
 SMALL_CHUNKS = (
     Setting(1, 2, 16, ((5, 0, 1), (1, 7, 0), (41, 9, 3), (0, 3, 2))),
-    Setting(1, 1, 128, ((33, 0, 1), (4, 30, 0)), wide_decay=True),
+    Setting(1, 1, 128, ((33, 0, 1), (4, 30, 0)), wide_decay=True, has_floor=True),
     Setting(1, 1, 64, ((18, 31, 0),)),
-    Setting(1, 1, 32, ((17, 15, 0),), wide_decay=True),
+    Setting(1, 1, 32, ((17, 15, 0),), wide_decay=True, has_floor=True),
+    Setting(1, 1, 128, ((35, 3, 1), (4, 14, 0)), wide_decay=True),
     Setting(1, 1, 128, ((17, 16, 0),)),
 )
 LARGE_CHUNKS = (
     Setting(16, 48, 128, ((512, 0, 0),)),
     Setting(16, 48, 128, ((37, 3, 0), (1, 900, 3), (20, 4, 1))),
+    Setting(64, 64, 128, ((200, 7, 0), (30, 0, 2)), wide_decay=True, has_floor=True),
     Setting(64, 64, 128, ((200, 7, 0), (30, 0, 2)), wide_decay=True),
 )
 NORMS = (("f32", "q8_256", "q8_32"), ("f32",), ("q8_32",))
@@ -122,7 +129,7 @@ class Operands:
         return self.rng.uniform(low, high, shape).astype(np.float32)
 
 
-def run_inputs(s: Setting, overlapped: bool, m: Machine) -> Outcome:
+def run_inputs(s: Setting, overlapped: bool, run: int, m: Machine) -> Outcome:
     """Queries, keys, values, decays, betas, and the histories of all slots."""
     operands = Operands(s, m)
     n, channels, n_decays = s.n_tokens, s.n_channels, s.n_value_head * s.width
@@ -139,7 +146,7 @@ def run_inputs(s: Setting, overlapped: bool, m: Machine) -> Outcome:
     ]
     m.launch(
         delta_inputs(overlapped=overlapped),
-        delta_inputs_grid(s.n_key_head, s.n_value_head, s.width, n + 1),
+        delta_inputs_grid(s.n_key_head, s.n_value_head, s.width, n + 1, run),
         {
             **operands.arguments,
             "rows": operands.rows,
@@ -164,6 +171,7 @@ def run_inputs(s: Setting, overlapped: bool, m: Machine) -> Outcome:
             "decay_width": s.width,
             "has_floor": s.has_floor,
             "betas_stride": s.n_value_head,
+            "run": run,
             "decay_floor": FLOOR,
             "q_scale": 0.25,
             "l2_eps": EPS,
@@ -199,6 +207,10 @@ def run_net(s: Setting, chunks: bool, overlapped: bool, m: Machine) -> Outcome:
     keys /= np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
     decay = operands.uniform(0.1, 1, n + 1, s.n_value_head, s.width)
     decay[:: 5 if n > 20 else 1 << 30] = np.float32(np.exp(FLOOR))
+    cuts = s.wide_decay and not s.has_floor
+    if cuts:
+        decay[:, :, ::7] **= np.float32(20)
+        decay[3::9, :, 1::5] = 0
     beta = operands.uniform(0, 1, n + 1, s.n_value_head)
     matrices = (s.n_value_head, s.dim, s.dim)
     n_state = int(np.prod(matrices))
@@ -221,6 +233,7 @@ def run_net(s: Setting, chunks: bool, overlapped: bool, m: Machine) -> Outcome:
             "n_value_head": s.n_value_head,
             "dim": s.dim,
             "decay_width": s.width,
+            **({"cuts": cuts} if chunks else {}),
         },
         shared_bytes=CHUNK_SHARED_BYTES if chunks else 0,
     )
@@ -306,7 +319,7 @@ def cases() -> Iterator[Case]:
         for s in settings:
             for overlapped in (False,) if large else (False, True):
                 inputs, net = (make(overlapped=overlapped) for make in (delta_inputs, delta_net))
-                yield Case(str(s), inputs, partial(run_inputs, s, overlapped), large)
+                yield Case(str(s), inputs, partial(run_inputs, s, overlapped, 1), large)
                 yield Case(str(s), net, partial(run_net, s, False, overlapped), large)
     for settings, large in ((SMALL_CHUNKS, False), (LARGE_CHUNKS, True)):
         for s in settings:
@@ -314,12 +327,12 @@ def cases() -> Iterator[Case]:
                 run = partial(run_net, s, True, overlapped)
                 yield Case(str(s), delta_chunk(overlapped=overlapped), run, large)
     floorless = replace(SMALL[2], has_floor=False)
+    several = ((floorless, 1), (RUNS, 4), (RUNS, INPUTS_RUN))
     for overlapped in (False, True):
-        yield Case(
-            str(floorless),
-            delta_inputs(overlapped=overlapped),
-            partial(run_inputs, floorless, overlapped),
-        )
+        for s, n in several:
+            name = f"{s}, {n} a warp"
+            kernel = delta_inputs(overlapped=overlapped)
+            yield Case(name, kernel, partial(run_inputs, s, overlapped, n))
         kernel = gated_norm(overlapped=overlapped)
         for dim, kinds, is_sigmoid in (
             (128, NORMS[0], False),

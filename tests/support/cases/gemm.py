@@ -131,15 +131,19 @@ def _optional(m: Machine, array: NDArray[np.int32] | F32, given: bool) -> int:
 
 
 def small(target: Target) -> list[Product]:
-    """The dense one has more units than partial sums, the grouped one ends within a step."""
+    """The dense one has more units than partial sums and more steps than buffers, the grouped one
+    ends within a step."""
     units = target.fmt.unit_elems
-    many = {1: 200, 256: 2304}.get(units, 1024)
+    many = {1: 200, 256: 2304}.get(units, 2176)
     few = {1: 100, 256: 512}.get(units, 512 + target.fmt.block_elems)
     groups = (3, 0, target.tokens + 1, 2, 0, 0, 1, *[0] * 130, 1)
-    return [
+    products = [
         Product(many, target.rows - 3, (target.tokens // 2 + 1,)),
         Product(few, 12, groups, absent=3, extras=True),
     ]
+    if 1 < units < 256:
+        products.append(Product(16 * units, 5, (20,)))  # one step
+    return products
 
 
 def targets() -> Iterator[Target]:

@@ -56,6 +56,7 @@ SMALL = (
     HeadsShape(3, 1, 192, 128, NORM_NONE, ROPE_NONE, 0, "q8_0", "q8_0", gap=32),
     HeadsShape(2, 2, 64, 160, NORM_NONE, ROPE_NEOX, 32, "q8_0", "f16", magnitude=1.25),
     HeadsShape(36, 36, 64, 16, NORM_ROW, ROPE_NEOX, 64),
+    HeadsShape(1, 1, 288, 16, NORM_HEAD, ROPE_NEOX, 32),
 )
 LARGE = (
     HeadsShape(32, 4, 128, 128, NORM_HEAD, ROPE_NEOX, 128),

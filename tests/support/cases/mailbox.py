@@ -12,15 +12,14 @@ from functools import partial
 import numpy as np
 
 from ops import exchange
-from ops.exchange import ExchangeLayout, sequence
+from ops.exchange import ExchangeLayout, failed_number, sequence
 from ops.gpu.mailbox import STATE_BYTES, Forecast, MailboxLaunch, mailbox, mailbox_reference
 from tests.support.cases.case import Array, Case, Outcome
 from tests.support.machines import Machine
 
 EPOCH, N_LAYERS, LAYER = 0xF012_3456, 48, 17
-NUMBER = sequence(EPOCH, N_LAYERS, LAYER)
 UNTOUCHED = 0x5A
-PATIENCE_NS = 65536
+PATIENCE_NS = 131072
 FORECAST_STRIDE = 272
 
 
@@ -28,10 +27,11 @@ FORECAST_STRIDE = 272
 class Shape:
     """n_tokens of a graph for `most_tokens`; every `every`th slot misses, 0: none.
 
-    state  what the kernel's state holds before: publishers arrived, the failed step
+    failed the last step that failed before
     silent no answer comes
     sorted the rows of y have another order than the slots
     ahead  the step was launched before the one before had ended
+    epoch  of the step
     forecast_bytes  of what is handed over besides
     """
 
@@ -41,27 +41,32 @@ class Shape:
     n_rows: int
     record_bytes: int
     every: int
-    state: tuple[int, int] = (0, EPOCH - 1)
+    failed: int = EPOCH - 1
     silent: bool = False
     sorted: bool = False
     n_blocks: int = 0
     n_publishers: int = 0
     ahead: bool = False
     forecast_bytes: int = 0
+    epoch: int = EPOCH
 
 
 SMALL = {
     "one token": Shape(1, 1, 8, 96, 320, 3, forecast_bytes=80),
     "no miss": Shape(2, 4, 3, 32, 64, 0),
     "no miss, a forecast": Shape(2, 4, 3, 32, 64, 0, n_blocks=2, forecast_bytes=5120),
-    "a forecast of a failed step": Shape(2, 4, 3, 32, 64, 0, state=(0, EPOCH), forecast_bytes=80),
-    "a failed step": Shape(2, 4, 3, 32, 64, 1, state=(0, EPOCH)),
+    "a forecast of a failed step": Shape(2, 4, 3, 32, 64, 0, failed=EPOCH, forecast_bytes=80),
+    "a failed step": Shape(2, 4, 3, 32, 64, 1, failed=EPOCH),
+    "an odd one": Shape(2, 4, 3, 32, 64, 1, failed=EPOCH + 1, epoch=EPOCH + 1),
     "behind a failed step": Shape(2, 4, 3, 32, 64, 1, ahead=True),
-    "ahead": Shape(1, 1, 3, 32, 64, 1, state=(0, EPOCH - 2), ahead=True),
+    "an odd one behind": Shape(2, 4, 3, 32, 64, 1, failed=EPOCH, epoch=EPOCH + 1, ahead=True),
+    "the first number of all": Shape(1, 1, 3, 32, 64, 1, failed=2**32 - 2, epoch=0, ahead=True),
+    "ahead": Shape(1, 1, 3, 32, 64, 1, failed=EPOCH - 2, ahead=True),
     "several blocks": Shape(3, 4, 2, 1300, 9024, 2, sorted=True, n_blocks=3, n_publishers=2),
     "a long forecast": Shape(3, 3, 2, 2, 64, 2, forecast_bytes=5120),
     "slots for two scans": Shape(31, 31, 20, 2, 64, 7),
     "in vain": Shape(2, 2, 3, 1400, 64, 1, silent=True, n_blocks=2, n_publishers=1),
+    "in vain, odd": Shape(1, 1, 3, 32, 64, 1, failed=EPOCH, silent=True, epoch=EPOCH + 1),
 }
 
 LARGE = {
@@ -89,9 +94,12 @@ def run(shape: Shape, machine: Machine) -> Outcome:
     answers = rng.normal(size=(len(missing), shape.n_rows)).astype(np.float32)
     y = np.full((launch.n_slots, shape.n_rows), np.float32(7.5))
     order = rng.permutation(n_slots).astype(np.int32)
-    shared = _exchange(layout, None if shape.silent else answers)
+    number = sequence(shape.epoch, N_LAYERS, LAYER)
+    shared = _exchange(layout, number, None if shape.silent else answers)
+    state = np.zeros(4, np.uint32)
+    state[2 + shape.failed % 2] = failed_number(shape.failed)
     places = {
-        "epoch": machine.place(np.array([EPOCH], np.uint32), writable=False),
+        "epoch": machine.place(np.array([shape.epoch], np.uint32), writable=False),
         "counts": machine.place(
             np.array([shape.n_tokens, 9, 9, shape.ahead], np.uint32), writable=False
         ),
@@ -101,7 +109,7 @@ def run(shape: Shape, machine: Machine) -> Outcome:
         "y": machine.place(y),
         "slots": machine.place(order, writable=False) if shape.sorted else 0,
         "exchange": machine.place(shared),
-        "state": machine.place(np.array([*shape.state, 0, 0], np.uint32)),
+        "state": machine.place(state.copy()),
     }
     at = machine.place(forecast, writable=False) if len(forecast) else 0
     sizes = launch.sizes(layout, Forecast(at, FORECAST_STRIDE, len(forecast)))
@@ -118,18 +126,20 @@ def run(shape: Shape, machine: Machine) -> Outcome:
         machine.read(places["exchange"], np.uint8, layout.n_bytes),
         machine.read(places["state"], np.uint8, STATE_BYTES),
     ]
-    state = np.array([*shape.state, 0, 0], np.uint32)
-    runs = shape.state[1] != EPOCH and not (shape.ahead and shape.state[1] == EPOCH - 1)
+    runs = shape.failed != shape.epoch and not (shape.ahead and shape.failed == shape.epoch - 1)
     if runs and (missing or len(forecast)):
         _store(shared, exchange.N_TOKENS, shape.n_tokens)
         _store(shared, exchange.FORECAST, FORECAST_STRIDE)
-        _store(shared, exchange.FORESEEN, NUMBER - 1 if missing else NUMBER)
+        _store(shared, exchange.FORESEEN, number - 1 if missing else number)
         shared[layout.forecasts_offset :][: len(forecast)] = forecast
     if runs and missing:
         _post(shared, layout, missing, choices, records[: shape.n_tokens])
+        _store(shared, exchange.POSTED, number)
         if shape.silent:
-            shared[exchange.FAILED :][:8] = np.array([EPOCH, LAYER], np.uint32).view(np.uint8)
-            state[1] = EPOCH
+            place = exchange.FAILED + 8 * (shape.epoch % 2)
+            _store(shared, place, failed_number(shape.epoch))
+            _store(shared, place + 4, LAYER)
+            state[2 + shape.epoch % 2] = failed_number(shape.epoch)
         else:
             rows = order[missing].tolist() if shape.sorted else missing
             y = mailbox_reference(y, rows, answers)
@@ -140,16 +150,17 @@ def run(shape: Shape, machine: Machine) -> Outcome:
     return Outcome(np.concatenate(result), np.concatenate(expected))
 
 
-def _exchange(layout: ExchangeLayout, answers: Array | None) -> Array:
+def _exchange(layout: ExchangeLayout, number: int, answers: Array | None) -> Array:
     """The memory as the CPU leaves it; stale words carry the number of an earlier layer."""
     memory = np.full(layout.n_bytes, UNTOUCHED, np.uint8)
     memory[exchange.HEARTBEAT :][:8] = 1
+    _store(memory, exchange.SERVED, number)
     words = memory[layout.answers_offset :].view(np.uint32)
-    words[1::2] = NUMBER - 1
+    words[1::2] = number - 1
     if answers is not None:
         filled = words[: 2 * answers.size].reshape(-1, 2)
         filled[:, 0] = answers.reshape(-1).view(np.uint32)
-        filled[:, 1] = NUMBER
+        filled[:, 1] = number
     return memory
 
 
@@ -157,7 +168,6 @@ def _post(
     memory: Array, layout: ExchangeLayout, missing: list[int], choices: Array, records: Array
 ) -> None:
     """What the kernel hands over."""
-    _store(memory, exchange.POSTED, NUMBER)
     _store(memory, exchange.N_MISSES, len(missing))
     pairs = np.array(missing, np.uint32) | choices[missing].astype(np.uint32) << 16
     memory[exchange.MISSES :][: pairs.nbytes] = pairs.view(np.uint8)

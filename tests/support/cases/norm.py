@@ -129,15 +129,15 @@ def run(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
     updated = operands.x.copy()
     order = operands.tokens if setting.gather else slice(None)
     updated[order, :n] = operands.updated
-    wrong = [_differing(machine.read(x, np.float32, updated.shape), updated)]
+    wrong = [differing(machine.read(x, np.float32, updated.shape), updated)]
     if not outs:
         return Outcome(np.array(wrong), np.zeros(1, np.int64))
     read = {kind: machine.read(at, np.uint8, (launched, widths[kind])) for kind, at in outs.items()}
     normed = np.ascontiguousarray(read["f32"][:rows, : 4 * n]).view(np.float32)
     for kind, records in read.items():
         expected = np.full_like(records, UNTOUCHED)
-        _put_record(kind, n, expected[:rows], quantize_rows(kind, normed))
-        wrong.append(_differing(records, expected))
+        put_record(kind, n, expected[:rows], quantize_rows(kind, normed))
+        wrong.append(differing(records, expected))
     result = np.concatenate([np.array(wrong), (normed / operands.normed).reshape(-1)])
     return Outcome(result, np.concatenate([np.zeros(len(wrong)), np.ones(normed.size)]), RELATIVE)
 
@@ -169,12 +169,12 @@ def _arguments(
     }
 
 
-def _differing(result: Array, expected: Array) -> int:
+def differing(result: Array, expected: Array) -> int:
     """Bytes of two arrays that differ."""
     return int(np.count_nonzero(result.view(np.uint8) != expected.view(np.uint8)))
 
 
-def _put_record(kind: ActivationKind, n: int, to: U8, records: U8) -> None:
+def put_record(kind: ActivationKind, n: int, to: U8, records: U8) -> None:
     """Copy records without their padding, which the kernel leaves as it is."""
     scales, sums, _ = activation_layout(kind, n)
     if kind == "f32":
