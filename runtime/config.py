@@ -12,6 +12,11 @@ CACHE_TYPES = ("f16", "f32", "q8_0")
 DEVICES = ("auto", "cpu", "cuda", "fake")
 SPLIT_MODES = ("auto", "layer", "none")
 LOAD_MODES = ("pin", "mmap")
+GPU_SETTINGS = (
+    *("vram_limit", "vram_reserve", "split_mode", "main_gpu", "tensor_split"),
+    *("moe_expert_cache", "moe_cache"),
+)
+"""That change nothing on the CPU."""
 AUTO_PARALLEL = 4
 AUTO_CONTEXT = 8192  # tokens: room for a conversation; trained contexts can be a hundred times that
 MIN_CONTEXT = 2  # one prompt token and one generated one
@@ -130,6 +135,11 @@ class EngineConfig:
         shares = self.tensor_split
         if shares is not None and not (all(0 <= n < 1 << 20 for n in shares) and sum(shares) > 0):
             raise ConfigError(f"tensor_split = {shares!r}: use numbers from 0, not all of them 0")
+
+    @property
+    def given_for_gpus(self) -> list[str]:
+        """The settings that only a GPU has a use for, where they are not the defaults."""
+        return [name for name in GPU_SETTINGS if getattr(self, name) != getattr(EngineConfig, name)]
 
     @property
     def model_path(self) -> Path:

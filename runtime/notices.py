@@ -27,6 +27,7 @@ class Reason(StrEnum):
     PROFILE_REFUSED  what was known of a model's use is not used
     FEWER_HITS       the experts on the GPU are used less than expected
     SLOW_PROMPTS     kernels for single tokens read prompts
+    NO_EFFECT        settings that change nothing on the device that computes
     """
 
     CACHE_OFF = "cache_off"
@@ -37,6 +38,7 @@ class Reason(StrEnum):
     PROFILE_REFUSED = "profile_refused"
     FEWER_HITS = "fewer_hits"
     SLOW_PROMPTS = "slow_prompts"
+    NO_EFFECT = "no_effect"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from ops.gpu.kernel import WARP, Kernel, float_defines, launch_defines
 from ops.gpu.norm import VALUES
-from ops.gpu.router import ROUTE_BLOCKS, ROW_BYTES, route_reference
+from ops.gpu.router import CHOICE_PARAMS, ROUTE_BLOCKS, ROW_BYTES, route_reference
 from ops.gpu.row_launch import FLOAT_FORMATS
 from ops.quants import FORMATS, BlockFormat
 
@@ -79,16 +79,7 @@ PARAMS = (
     ("words", "u64"),
     ("n_polled", "u32"),
     ("gate_column", "u32"),
-    ("bias", "u64"),
-    ("n_expert", "u32"),
-    ("n_used", "u32"),
-    ("score", "u32"),
-    ("n_groups", "u32"),
-    ("n_groups_used", "u32"),
-    ("renormalise", "u32"),
-    ("scale", "f32"),
-    ("table", "u64"),
-    ("in_place", "u32"),
+    *CHOICE_PARAMS,
     ("choices", "u64"),
     ("weights", "u64"),
     ("experts", "u64"),

@@ -64,10 +64,7 @@ ROUTE_BLOCKS = (128, 256, 512)
 
 GROUP_BLOCK = 512
 
-ROUTE_PARAMS = (
-    ("logits", "u64"),
-    ("logits_stride", "u32"),
-    ("count", "u64"),
+CHOICE_PARAMS = (
     ("bias", "u64"),
     ("n_expert", "u32"),
     ("n_used", "u32"),
@@ -78,6 +75,14 @@ ROUTE_PARAMS = (
     ("scale", "f32"),
     ("table", "u64"),
     ("in_place", "u32"),
+)
+"""What a choice goes by: `Routing`, the biases of the scores, where experts lie."""
+
+ROUTE_PARAMS = (
+    ("logits", "u64"),
+    ("logits_stride", "u32"),
+    ("count", "u64"),
+    *CHOICE_PARAMS,
     ("shared_logits", "u64"),
     ("shared_stride", "u32"),
     ("choices", "u64"),

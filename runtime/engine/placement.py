@@ -101,6 +101,9 @@ def _open_cpu(
         n_snapshots=None if config.n_snapshots is None else config.n_snapshots * shape.n_parallel,
         progress=kernel_ready,
     )
+    if config.given_for_gpus:
+        ignored = ", ".join(config.given_for_gpus)
+        notices.add(Reason.NO_EFFECT, f"the CPU computes this model: {ignored} change nothing")
     causes = [notice.text for notice in notices.all if notice.reason is Reason.CPU]
     reason = "; ".join(causes) or ("asked for" if config.device == "cpu" else "no GPU can")
     return Ready(

@@ -202,6 +202,16 @@ def test_a_bad_vocabulary_ends_the_work_that_is_done_beside_its_reading(
     progress.advance()  # whoever shows it may open another model
 
 
+async def test_settings_of_gpus_are_told_on_the_cpu() -> None:
+    given: dict[str, Any] = {"moe_cache": (("policy", "lru"),), "vram_limit": 8.0}
+    config = runtime.EngineConfig(device="cpu", n_ctx=64, n_threads=1)
+    assert not config.given_for_gpus
+    async with runtime.open_engine(replace(config, **given)) as engine:
+        [notice] = engine.notices.all
+    assert notice.reason == "no_effect"
+    assert notice.text == "the CPU computes this model: vram_limit, moe_cache change nothing"
+
+
 async def test_what_fails_to_open_raises_and_leaves_no_thread() -> None:
     with pytest.raises(runtime.ModelError):
         async with runtime.open_engine(EngineConfig(model="/nowhere.gguf")):
