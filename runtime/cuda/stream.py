@@ -83,7 +83,7 @@ class Stream(Resource):
         except DeviceLost:
             raise
         except CudaError as error:
-            logger.info("many copies by one call are not possible here: %s", error)
+            logger.warning("many copies by one call are not possible here: %s", error)
             self._batch_attributes = None
             self.upload_all(copies)
 

@@ -6,11 +6,14 @@ Capturing takes 10 to 100 ms, which the first prompt of its length would wait fo
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from threading import Lock
 
 from runtime.engine.gpu.gpu_parts import GPUParts
 from runtime.errors import DeviceError
+
+logger = logging.getLogger(__name__)
 
 
 class WarmUp:
@@ -34,7 +37,8 @@ class WarmUp:
                     continue
                 try:
                     self._steps.of(shape)
-                except DeviceError:  # whoever needs it finds a way, or is told
+                except DeviceError as error:  # whoever needs it finds a way, or is told
+                    logger.warning("graphs are captured when they are needed: %s", error)
                     self._left.clear()
                 break
             return bool(self._left)
