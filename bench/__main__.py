@@ -26,6 +26,7 @@ BENCHMARKS = {
     "streamed": "prompts of models larger than the GPU, as their plan has it, beside the link",
     "streams": "prompt and decode speed through the engine, of one and several streams",
     "synthetic": "write a GGUF file of a real model's shape with random weights",
+    "versus_gpu": "models on a GPU beside llama.cpp, as many of the experts in its memory",
     "versus": "prompt and decode speed beside llama.cpp's llama-bench, interleaved",
 }
 

@@ -174,7 +174,8 @@ async def measure(
     return {
         **point.label,
         **point.told,
-        "holding": f"{holding.holding}: {sum(holding.slots)} slots",
+        "holding": str(holding.holding),
+        "slots": sum(holding.slots),
         **speeds(found, name, args.prompt),
         **shares(found, n_text),
         "uploads_a_token": round(n_uploads, 2),
