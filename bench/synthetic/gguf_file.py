@@ -153,6 +153,8 @@ def _scalar(value: object) -> tuple[int, bytes]:
     match value:
         case bool():
             return BOOL, struct.pack("<?", value)
+        case np.uint64():
+            return UINT64, struct.pack("<Q", int(value))
         case int() if value >= 1 << 32:
             return UINT64, struct.pack("<Q", value)
         case int():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from bench.synthetic.sketch import Sketch
 
 INTERVAL = 4
@@ -160,9 +162,9 @@ class Qwen4Exp(Hybrid):
         sketch.set(ple__eos_token_id=self.end_token)
         sketch.set(embedding_length_per_layer_input=self.n_embd // self.n_table_head)
         multipliers = [35_184_372_088_833, 17_592_186_044_399, 29_000_000_000_033]
-        sketch.set(ple__layer_multipliers=multipliers)
-        sketch.set(ple__head_vocab_sizes=[rows] * self.n_table_head)
-        sketch.set(ple__head_offsets=[rows * head for head in range(self.n_table_head)])
+        offsets = np.arange(self.n_table_head, dtype=np.uint64) * np.uint64(rows)
+        sketch.set(ple__layer_multipliers=multipliers, ple__head_offsets=list(offsets))
+        sketch.set(ple__head_vocab_sizes=[np.uint64(rows)] * self.n_table_head)
 
     def _streams(self, sketch: Sketch, name: str, returns: bool = True) -> None:
         width = self.n_stream * self.n_embd

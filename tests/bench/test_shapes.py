@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader, GGUFValueType
 
 from bench.synthetic import MODELS, sketch_of, write_model
 from bench.synthetic.blocks import random_blocks
@@ -93,6 +94,13 @@ def test_sizes_are_those_of_real_files(name: str) -> None:
     n_bytes, n_expert_bytes = REAL[name]
     assert abs(sketch.n_bytes / n_bytes - 1) < 0.04
     assert abs(sketch.bytes_of("_exps.weight") - n_expert_bytes) <= 0.03 * n_expert_bytes
+
+
+def test_keys_of_the_table_are_64_bits_wide_as_llama_cpp_wants_them(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", small("qwen3.8-flash-next"), 2, 0.5)
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    for name in ("layer_multipliers", "head_offsets", "head_vocab_sizes"):
+        assert fields[f"qwen4exp.ple.{name}"].types[-1] is GGUFValueType.UINT64, name
 
 
 def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
