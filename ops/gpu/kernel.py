@@ -31,7 +31,7 @@ PIECE_BYTES = 16
 
 OWN_DOT = frozenset(
     (
-        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ3_XXS", "IQ4_XS"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_XS"),
         *("IQ4_NL", "MXFP4", "Q4_0", "Q8_0", "NVFP4"),
     )
 )
