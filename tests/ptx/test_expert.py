@@ -38,10 +38,12 @@ def test_team_leaves_the_fewest_lanes_idle() -> None:
     widths = (768, 1536, 2048, 4096)
     assert [best_team(FORMATS["Q4_K"], n) for n in widths] == [16, 8, 32, 32]
     assert [best_team(FORMATS["Q8_0"], n) for n in widths] == [16, 32, 32, 32]
+    assert best_team(FORMATS["IQ3_S"], 2560) == 16, "two chunks, of eight units and of two"
 
 
 def test_a_team_is_not_so_small_that_one_block_takes_a_multiprocessor() -> None:
     assert best_team(FORMATS["Q6_K"], 1536) == 32
+    assert best_team(FORMATS["Q6_K"], 2560) == 16
     for name in BLOCK_FORMATS:
         for n in (256, 768, 1536, 2048, 4096, 14336):
             launch = RowLaunch(best_team(FORMATS[name], n))
@@ -56,6 +58,16 @@ def test_blocks_of_all_slots_run_at_once() -> None:
         assert launch.rounds == rounds
         x, y = launch.grid(768, n_slots)
         assert x * y == n_blocks <= 3 * h200.count
+
+
+def test_small_blocks_follow_each_other() -> None:
+    h200 = Multiprocessors(132, 232448)
+    for name in ("IQ3_S", "IQ4_XS"):
+        fmt = FORMATS[name]
+        small = gate_up_launch(fmt, best_team(fmt, 2560))
+        assert small.block == 128
+        rounds = [in_one_wave(small, fmt, 2560, 6400 * n, h200).rounds for n in (1, 2)]
+        assert rounds == [1, 2]
 
 
 def test_shared_memory_bounds_how_many_run_at_once() -> None:
