@@ -35,6 +35,7 @@ from ops.gpu import (
     sampling,
     step_io,
     streams,
+    take_rows,
     timestamp,
 )
 from ops.gpu.kernel import Kernel
@@ -65,6 +66,7 @@ SOURCES: tuple[Callable[[], Iterator[tuple[str, Kernel]]], ...] = (
     streams.variants,
     gated_streams.variants,
     ngram_memory.variants,
+    take_rows.variants,
     indexer.variants,
     timestamp.variants,
 )

@@ -101,7 +101,7 @@ class Scheduler:
         knows of its KV.  work_of: what chooses a sequence's token for a position.  None where
         something else has to come first, or there is no such work.
         """
-        if self._n_previous or (self.waiting and not self._is_full):
+        if self.waiting and not self._is_full:
             return None
         if plan.step is None or plan.step.kind is not StepKind.DECODE:
             return None
@@ -129,6 +129,8 @@ class Scheduler:
         step = decode_step(parts, outputs, sampling=tuple(works), follows=True)
         if self.states is not None:
             step = replace(step, state_slots=state_slots(parts))
+        if self._n_previous:  # the tokens of the step in flight are known, what it chooses is not
+            step = replace(step, previous_tokens=previous_tokens(parts, self._n_previous))
         return Plan((), (), tuple(parts), step)
 
     def began_behind(self, plan: Plan) -> None:

@@ -40,13 +40,15 @@ async def recurrent_engine(
     monkeypatch: pytest.MonkeyPatch,
     base: type[FakeExecutor] = AheadExecutor,
     config: runtime.EngineConfig = CONFIG,
+    n_previous: int = 0,
 ) -> AsyncIterator[tuple[runtime.Engine, Any]]:
-    """An engine over a fake device with states."""
+    """An engine over a fake device with states; it may look at the tokens before a step's."""
 
     class Recurrent(base):  # type: ignore[valid-type, misc]
         def __init__(self, limits: ExecutorLimits, **options: Any) -> None:
             n_slots = limits.max_sequences + N_SNAPSHOTS
-            super().__init__(replace(limits, n_state_slots=n_slots), **options)
+            own = replace(limits, n_state_slots=n_slots, n_previous=n_previous)
+            super().__init__(own, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(fake_executor, "FakeExecutor", Recurrent)
@@ -146,7 +148,11 @@ async def test_states_are_kept_where_texts_are_long(monkeypatch: pytest.MonkeyPa
 async def test_anything_at_any_time(
     seed: int, config: runtime.EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with recurrent_engine(monkeypatch, config=config) as (engine, executor):
+    n_previous = seed % 3
+    async with recurrent_engine(monkeypatch, config=config, n_previous=n_previous) as (
+        engine,
+        executor,
+    ):
         answers = await requests_at_any_time(engine, seed)
         assert executor.n_ahead > 0
     async with recurrent_engine(monkeypatch, FakeExecutor) as (other, _):

@@ -41,6 +41,7 @@ FAULT_SEEDS = {
     "take_over": 3,
     "hand_over": 1,
     "take_tokens": 2,
+    "take_rows": 1,
     "heads": 2,
     "attention (64 64)": 1,
     "attention (576 512, rows in 1)": 1,

@@ -9,9 +9,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from runtime.config import environment
+from runtime.cuda.device import Device
 from runtime.engine.gpu.expert_opening import moe_blocks
+from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.gpu.share_opening import ShareOpening
+from runtime.engine.gpu.step_shape import StepShapes
+from runtime.engine.step import StepKind
 from runtime.errors import ConfigError
 from runtime.experts.miss_rates import MissRates
 from runtime.experts.miss_rule import MissRule, rule_in
@@ -21,19 +25,30 @@ from runtime.progress import Progress
 if TYPE_CHECKING:
     from ops.cpu.compiling import Preparation
     from ops.cpu.team import Team
+    from runtime.engine.gpu.table_rows import TableRows
     from runtime.experts.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_cpu(model: Model, shares: Sequence[ShareOpening], resources: ExitStack) -> Preparation:
-    """Start on the kernels of missed experts: they are ready by the time that they are wanted, or
-    at least nearer to it."""
-    from ops.cpu.compiling import Preparation
-    from runtime.experts import exchange  # noqa: F401  imported here, beside other work
-    from runtime.experts.serve_program import kernels_of
+def prepare_cpu(
+    model: Model, shares: Sequence[ShareOpening], resources: ExitStack, *, whole: bool
+) -> Preparation:
+    """Start on the kernels of missed experts, unless GPUs hold the `whole` model, and of tables:
+    they are ready by the time that they are wanted, or at least nearer to it."""
+    from ops.cpu.compiling import Preparation, name_of
 
-    preparation = Preparation(kernels_of(model.weights, moe_blocks(shares)))
+    names: list[str] = []
+    if model.spec.memory_tables:
+        from ops.cpu.gather_rows import gather_rows, show_rows
+
+        names += map(name_of, (gather_rows, show_rows))
+    if not whole:
+        from runtime.experts import exchange  # noqa: F401  imported here, beside other work
+        from runtime.experts.serve_program import kernels_of
+
+        names += kernels_of(model.weights, moe_blocks(shares))
+    preparation = Preparation(names)
     resources.callback(preparation.close)
     return preparation
 
@@ -78,6 +93,32 @@ def open_exchange(
     experts = [layer_experts(model.weights, block) for block in blocks]
     resources.enter_context(page_reader(exchange.memory, experts))
     return exchange
+
+
+def open_rows(
+    model: Model,
+    exchange: Exchange | None,
+    shapes: StepShapes,
+    results: Results,
+    devices: Sequence[Device],
+    resources: ExitStack,
+) -> TableRows | None:
+    """What has rows of the model's tables gathered; None: it has none.
+
+    The exchange's team does so; without one there is a worker for it, which sleeps between answers.
+    Raises: PinningFailed, CudaError.
+    """
+    if not model.spec.memory_tables:
+        return None
+    from ops.cpu.team import Team
+    from runtime.engine.gpu.table_rows import TableRows
+
+    team = exchange.team if exchange is not None else Team(1, None)
+    if exchange is None:
+        resources.callback(team.end)
+    rows = TableRows(devices[0], team, model, results, shapes.most_tokens(StepKind.DECODE))
+    resources.callback(rows.close)
+    return rows
 
 
 def start_tests(

@@ -69,6 +69,8 @@ class GPUExecutor:
     The model must stay open as long as the executor.
     """
 
+    runs_ahead = True
+
     def __init__(self, limits: ExecutorLimits, parts: GPUParts) -> None:
         self._limits, self._parts = limits, parts
         self._check = StepCheck(limits, None if parts.states is None else parts.states.n_slots)
@@ -137,10 +139,6 @@ class GPUExecutor:
         """See `TimedExecutor`."""
         times, self._times = self._times, []
         return times
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._parts.memories is None  # the host gathers their rows by tokens
 
     def samples(self, step: Step) -> bool:
         return not (step.follows and self._in_parts) and self._parts.shapes.samples(step)
@@ -287,7 +285,8 @@ class GPUExecutor:
         deltas = () if parts.exchange is None else parts.experts.before_step()
         writer = captured.writers[epoch % RING]
         writer.write(step, cells, deltas)
-        writer.write_memories(gathered)
+        if parts.memories is not None:
+            parts.memories.give(gathered, epoch, writer)
         flight = Flight(epoch, step, captured, time.perf_counter(), fresh)
         if parts.exchange is None or shape.fetches:
             captured.graph.launch(parts.stream)
@@ -363,7 +362,7 @@ class GPUExecutor:
             flight.uses = ((flight.step.n_tokens, use),)
             if self._watch is not None:
                 self._watch.ended(flight.step, use, now - flight.began)
-        flight.check(self._parts.exchange, self._parts.links)
+        flight.check(self._parts.exchange, self._parts.memories, self._parts.links)
 
     def _choices(self, flight: Flight) -> I32:
         """The experts that the step used, i32[n_moe_layers, n_tokens, n_used]."""

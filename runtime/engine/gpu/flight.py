@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.engine.gpu.captured_steps import CapturedStep
+from runtime.engine.gpu.gathered_rows import GatheredRows
 from runtime.engine.gpu.gpu_parts import Exchange
 from runtime.engine.gpu.graph_times import read_all
 from runtime.engine.gpu.links import Links
@@ -45,9 +46,9 @@ class Flight:
     def __post_init__(self) -> None:
         self.launched = self.began
 
-    def check(self, exchange: Exchange | None, links: Links | None) -> None:
+    def check(self, *parties: Exchange | GatheredRows | Links | None) -> None:
         """See whether the step, which has ended, is lost."""
-        for party in (exchange, links):
+        for party in parties:
             try:
                 if party is not None:
                     party.check(self.epoch, behind=self.step.follows)

@@ -32,7 +32,7 @@ class GPUParts:
     links     between several GPUs; None: there is one
     planned   what it holds, and why
     memory    of the experts, which may grow and shrink between steps
-    memories  rows that the host gathers for each step; None: the model has no such tables
+    memories  rows that the CPU gathers for each step; None: the model has no such tables
     misses    who serves the experts that no GPU holds; None: the GPUs hold all
     """
 

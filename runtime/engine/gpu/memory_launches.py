@@ -16,8 +16,9 @@ from ops.gpu.ngram_memory import (
 )
 from ops.gpu.row_launch import GPU_FORMATS
 from ops.gpu.streams import N_STREAM, block_of
+from ops.gpu.take_rows import take_rows, take_rows_grid
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
-from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
+from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, RowSource
 from runtime.engine.gpu.row_launches import add_records
 from runtime.models.model import Model
 from runtime.models.ngram_memory import NgramMemorySpec
@@ -67,7 +68,10 @@ class MemoryLaunches:
         """The gathered blocks as numbers, f32[n_tokens, n_in] at x."""
         parts, n, fmt = self._parts, self._parts.n_tokens, self._parts.format_of(memory.table)
         blocks = parts.control("memories") + n * self._bytes_before
-        self._bytes_before += row_bytes(memory, parts.model)
+        n_bytes = row_bytes(memory, parts.model)
+        if parts.rows is not None:
+            self._take(layer, blocks, n_bytes, parts.rows)
+        self._bytes_before += n_bytes
         parts.plan.add(
             f"{layer}.memory_rows",
             embed(fmt, overlapped=parts.overlapped),
@@ -82,6 +86,26 @@ class MemoryLaunches:
                 "n": memory.key.n_in,
             },
             shared_bytes=embed_kernel.shared_bytes(fmt),
+            overlapped=parts.overlapped,
+        )
+
+    def _take(self, layer: int, target: int, n_bytes: int, rows: RowSource) -> None:
+        """Rows of n_bytes a token from where the team leaves them."""
+        parts = self._parts
+        parts.plan.add(
+            f"{layer}.take_rows",
+            take_rows(overlapped=parts.overlapped),
+            take_rows_grid(parts.n_tokens, n_bytes),
+            {
+                "epoch": parts.memory.epoch,
+                "count": parts.token_count,
+                "words": rows.words,
+                "source": rows.source + rows.most * self._bytes_before,
+                "stride": rows.stride,
+                "target": target,
+                "row_bytes": n_bytes,
+                "patience": rows.patience_ns,
+            },
             overlapped=parts.overlapped,
         )
 

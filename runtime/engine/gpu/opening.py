@@ -21,6 +21,7 @@ from runtime.engine.gpu.devices import open_devices
 from runtime.engine.gpu.exchange_opening import (
     measured_misses,
     open_exchange,
+    open_rows,
     prepare_cpu,
     show_experts,
     start_tests,
@@ -59,6 +60,7 @@ from runtime.progress import Progress, follow
 if TYPE_CHECKING:
     from ops.cpu.compiling import Preparation
     from ops.cpu.team import Team
+    from runtime.engine.gpu.table_rows import TableRows
     from runtime.experts.exchange import Exchange
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,7 @@ class _Opening:
             for share, experts, device in zip(plan.shares, plan.experts, devices, strict=True)
         ]
         self.links: Links | None = None
+        self.rows: TableRows | None = None
 
     def executor(self, cache: CubinCache) -> GPUExecutor:
         own, shares = self.resources.callback, self.shares
@@ -169,7 +172,7 @@ class _Opening:
             ),
             planned=replace(self.planned, experts=tuple(share.expert_plan for share in shares)),
             n_layers=len(self.model.spec.layers),
-            memories=GatheredRows(self.model) if self.model.spec.memory_tables else None,
+            memories=None if self.rows is None else GatheredRows(self.model, self.rows),
             misses=None
             if exchange is None
             else measured_misses(exchange, missing[0], self.settings, self.progress),
@@ -193,11 +196,9 @@ class _Opening:
         shares = self.shares
         with ThreadPoolExecutor(1, thread_name_prefix="kernels") as helper:
             # Importing the compiler is a second of Python, in which memory can be taken.
-            preparing = (
-                None
-                if self.planned.whole
-                else helper.submit(prepare_cpu, self.model, shares, self.resources)
-            )
+            whole, tables = self.planned.whole, self.model.spec.memory_tables
+            prepare = partial(prepare_cpu, self.model, shares, self.resources, whole=whole)
+            preparing = helper.submit(prepare) if tables or not whole else None
             missing = self._hold()
             shapes = self._shared_shapes(missing) if missing else self._shapes()
             firsts, n_choices = self._choices(missing, shapes)
@@ -345,6 +346,7 @@ class _Opening:
             exchange = open_exchange(
                 team, self.model, missing, n_tokens, results.done_host, self.resources
             )
+        self.rows = open_rows(self.model, exchange, shapes, results, self.devices, self.resources)
         for share in self.shares:
             share.open_kernels(cache)
         with ThreadPoolExecutor(1, thread_name_prefix="exchange test") as tester:
@@ -378,7 +380,8 @@ class _Opening:
             if exchange is not None and share in missing:
                 mailboxes = exchange if first == 0 else exchange.on(share.device, first)
                 first += len(moe_blocks([share]))
-            share.plan(mailboxes, max_deltas, largest)
+            rows = None if self.rows is None else self.rows.on(share.device)
+            share.plan(mailboxes, rows, max_deltas, largest)
 
     def _facts(self) -> dict[str, object]:
         """Of all GPUs together, then of each where there are several."""

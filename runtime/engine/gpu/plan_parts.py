@@ -63,6 +63,21 @@ class Mailboxes(Protocol):
     ) -> tuple[MailboxLaunch, dict[str, int]]: ...
 
 
+@dataclass(frozen=True)
+class RowSource:
+    """Where CPU workers leave rows of tables, for a GPU's kernels: see `ops.gpu.take_rows`.
+
+    words, source, stride  addresses, bytes
+    most                   tokens of a step: the rows of a table lie behind so many of those before
+    """
+
+    words: int
+    source: int
+    stride: int
+    most: int
+    patience_ns: int
+
+
 class Fetches(Protocol):
     """Room for one piece of the experts after another; see `runtime.experts.fetched_experts`."""
 
@@ -83,6 +98,7 @@ class PlanParts:
     """One plan's parts.
 
     mailboxes   None: no expert is missed
+    rows        None: those of tables are in the control block
     fetches     None: experts are where the table says, or nowhere
     states      of sequences, where the model has any
     overlapped  kernels start while their predecessors run (compute capability 9.0 or newer)
@@ -99,6 +115,7 @@ class PlanParts:
     room: Room
     constants: Constants
     mailboxes: Mailboxes | None
+    rows: RowSource | None
     fetches: Fetches | None
     states: GPUStates | None
     overlapped: bool

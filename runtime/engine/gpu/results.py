@@ -63,6 +63,11 @@ class Results:
         """Address of `done` for the CPU."""
         return self.done.ctypes.data
 
+    @property
+    def chosen_host(self) -> int:
+        """Address of the first of the steps' `CHOSEN_BYTES` for the CPU."""
+        return self._chosen[0].tokens.ctypes.data
+
     def not_finite(self, epoch: int, n_outputs: int) -> list[int]:
         """Outputs of step `epoch` whose logits are not finite."""
         marked = self._flags[:n_outputs] == epoch

@@ -21,7 +21,7 @@ from runtime.engine.gpu.experts import ExpertStore, ResidentExperts
 from runtime.engine.gpu.functions import Functions
 from runtime.engine.gpu.kv import PageMemory
 from runtime.engine.gpu.links import Links
-from runtime.engine.gpu.plan_parts import Mailboxes, StepMemory
+from runtime.engine.gpu.plan_parts import Mailboxes, RowSource, StepMemory
 from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.sampling_launches import DEVICE_CHOSEN_BYTES
 from runtime.engine.gpu.share_plan import SharePlan, runs_overlapped
@@ -147,9 +147,15 @@ class ShareOpening:
                 "buffers, slower: the driver would not register the file's pages",
             )
 
-    def plan(self, mailboxes: Mailboxes | None, max_deltas: int, shapes: list[StepShape]) -> None:
+    def plan(
+        self,
+        mailboxes: Mailboxes | None,
+        rows: RowSource | None,
+        max_deltas: int,
+        shapes: list[StepShape],
+    ) -> None:
         """What its graphs will take."""
-        self.planner = self._planner(mailboxes, max_deltas)
+        self.planner = self._planner(mailboxes, rows, max_deltas)
         self.needs = needs_of(self.planner, shapes)
         for text in sorted(self.needs.slow_prompts):
             self.planned.settings.notices.add(Reason.SLOW_PROMPTS, text)
@@ -200,12 +206,15 @@ class ShareOpening:
             "kernels": len(self.functions),
         }
 
-    def _planner(self, mailboxes: Mailboxes | None, max_deltas: int) -> StepPlanner:
+    def _planner(
+        self, mailboxes: Mailboxes | None, rows: RowSource | None, max_deltas: int
+    ) -> StepPlanner:
         return StepPlanner(
             self.model,
             self.weights,
             self.pages,
             mailboxes=mailboxes,
+            rows=rows,
             fetches=None if mailboxes is None else self.experts.fetches,
             max_deltas=max_deltas,
             states=self.states,

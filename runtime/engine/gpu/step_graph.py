@@ -30,7 +30,14 @@ from runtime.engine.gpu.launch_plan import Constants, LaunchPlan, Room
 from runtime.engine.gpu.matrix_launches import Output, Product, add_products, want_inputs
 from runtime.engine.gpu.memory_launches import MemoryLaunches, memory_bytes
 from runtime.engine.gpu.mixer_launches import MixerPlanner
-from runtime.engine.gpu.plan_parts import DeviceRows, Fetches, Mailboxes, PlanParts, StepMemory
+from runtime.engine.gpu.plan_parts import (
+    DeviceRows,
+    Fetches,
+    Mailboxes,
+    PlanParts,
+    RowSource,
+    StepMemory,
+)
 from runtime.engine.gpu.sampling_launches import Copy, add_sampling
 from runtime.engine.gpu.state_slots import GPUStates
 from runtime.engine.gpu.step_shape import Sampling, StepShape
@@ -53,6 +60,7 @@ class StepPlanner:
 
     mailboxes   what hands missed experts to the CPU; None: every expert is on the GPU, and
                 nobody wants to know which ones are used
+    rows        of tables, where CPU workers gather those of steps that choose their tokens
     fetches     where steps that fetch experts put them
     max_deltas  changes of the table of experts that a step may bring
     states      of sequences, where the model has any
@@ -67,6 +75,7 @@ class StepPlanner:
         pages: GPUPages,
         *,
         mailboxes: Mailboxes | None = None,
+        rows: RowSource | None = None,
         fetches: Fetches | None = None,
         max_deltas: int = 0,
         states: GPUStates | None = None,
@@ -76,7 +85,7 @@ class StepPlanner:
         self.model = model
         self._weights, self._pages = weights, pages
         self._mailboxes, self._max_deltas = mailboxes, max_deltas
-        self._fetches, self._states = fetches, states
+        self._fetches, self._states, self._rows = fetches, states, rows
         self._ends = ends
         self.overlapped = overlapped
 
@@ -109,6 +118,7 @@ class StepPlanner:
             room=room,
             constants=constants,
             mailboxes=None if shape.fetches else self._mailboxes,
+            rows=None if shape.sampling is Sampling.HOST else self._rows,
             fetches=self._fetches if shape.fetches else None,
             states=self._states,
             overlapped=self.overlapped,

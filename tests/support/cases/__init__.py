@@ -36,6 +36,7 @@ from tests.support.cases import (
     sampling,
     step_io,
     streams,
+    take_rows,
     timestamp,
 )
 from tests.support.cases.case import Case
@@ -68,6 +69,7 @@ SOURCES: tuple[Callable[[], Iterator[Case]], ...] = (
     gated_streams.cases,
     mixed_streams.cases,
     ngram_memory.cases,
+    take_rows.cases,
     indexer.cases,
     timestamp.cases,
 )
