@@ -48,6 +48,7 @@ class LatentPromptShape:
     rows     one of `ROWS`
     chooses  masks say which keys each token reads (`ops.gpu.indexer`)
     listed   lists do, where a block has one token
+    pairs    rows are those of `ops.gpu.latent_pairs`: f16 values, and f16 of what they leave
     """
 
     dim_k: int
@@ -55,6 +56,7 @@ class LatentPromptShape:
     overlapped: bool = False
     chooses: bool = False
     listed: bool = False
+    pairs: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -104,6 +106,8 @@ class LatentPromptShape:
             "LOW_ROW": low_row,
             "LOW_ROWS_8": 8 * low_row,
             "SCORES_REST": _fragment("scores_rope" if self._rest else "none"),
+            "UNITS": _fragment("units_pairs" if self.pairs else "units"),
+            **({"REST_AT": PAGE_TOKENS * self.row_bytes} if self.pairs else {}),
             "CHOOSE": _fragment("choice" if self.chooses else "none"),
             "LOAD_CHOICE": _fragment("choice_load" if self.chooses else "none"),
         }
@@ -296,12 +300,17 @@ def latent_prompt_grid(rows: int, n_head: int, n_tokens: int) -> tuple[int, int]
 
 
 def prompt_shapes() -> Iterator[LatentPromptShape]:
-    """Both widths and numbers of rows, with and without masks, most rows with lists."""
+    """Both widths and numbers of rows, with and without masks, most with lists; some of pairs."""
     for dim_k in DIMS_K:
         for rows in ROWS:
             for chooses in (False, True):
                 yield LatentPromptShape(dim_k, rows, rows == ROWS[0], chooses)
         yield LatentPromptShape(dim_k, overlapped=True, listed=True)
+        yield LatentPromptShape(dim_k, overlapped=True, pairs=True)
+    dim_k = DIMS_K[0]
+    yield LatentPromptShape(dim_k, overlapped=True, chooses=True, pairs=True)
+    yield LatentPromptShape(dim_k, overlapped=True, listed=True, pairs=True)
+    yield LatentPromptShape(dim_k, ROWS[1], pairs=True)
 
 
 def decode_shapes() -> Iterator[LatentDecodeShape]:
@@ -317,7 +326,7 @@ def variants() -> Iterator[tuple[str, Kernel]]:
     """The kernels of the shipped shapes."""
     for shape in prompt_shapes():
         words = f"{', chosen' * shape.chooses}{', listed' * shape.listed}"
-        words += ", overlapped" * shape.overlapped
+        words += f"{', pairs' * shape.pairs}{', overlapped' * shape.overlapped}"
         yield f"latent_prompt ({shape.dim_k}, {shape.rows} rows{words})", latent_prompt(shape)
     for few in decode_shapes():
         words = f"{', chosen' * few.chooses}{', overlapped' * few.overlapped}"

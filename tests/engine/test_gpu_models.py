@@ -162,6 +162,26 @@ async def test_latents_are_kept_once_as_keys_and_as_values(tmp_path: Path) -> No
     assert np.array_equal(decoded[1], decoded[2])
 
 
+async def test_prompts_read_pairs_of_latents_in_q8_0(tmp_path: Path) -> None:
+    """Two sequences, the second step behind pages of the first; no bit depends on the cut."""
+    fake = FakeDriver(memory_bytes=1 << 30)
+    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 227 << 10
+    fake.attributes["COMPUTE_CAPABILITY_MAJOR"] = 9
+    types = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    with open_model(wide_latents().write(tmp_path / "model.gguf")) as model:
+        async with (
+            executor_of(model, tmp_path, fake, **types) as gpu,
+            cpu_executor_of(model, **types) as cpu,
+        ):
+            rows = []
+            for tokens in ([(1, 0, 5)], [(1, 5, 7), (2, 0, 2)], [(3, 0, 7)]):
+                given = [(row, TOKENS[start:end], start) for row, start, end in tokens]
+                step = step_of(gpu, StepKind.PREFILL, given)
+                rows.append(await logits_of(gpu, step))
+                assert_close(rows[-1], await logits_of(cpu, step))
+    assert np.array_equal(np.concatenate([rows[0], rows[1][:2]]), rows[2])
+
+
 @pytest.mark.parametrize("made", [wide_latents, lambda: gpt_oss(n_layers=2)])
 async def test_preempted_and_prefixed_sequences_answer_as_if_alone(
     made: Callable[[], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

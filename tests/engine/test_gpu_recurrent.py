@@ -138,10 +138,13 @@ async def test_chosen_keys_are_the_cpus(
             assert_close(await logits_of(gpu, moved), expected)
 
 
-@pytest.mark.parametrize("n_head", [4, 40])
-async def test_rows_of_latents_are_read_by_lists(n_head: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("n_head", "cache_type"), [(4, "f16"), (40, "f16"), (40, "q8_0")])
+async def test_rows_of_latents_are_read_by_lists(
+    n_head: int, cache_type: str, tmp_path: Path
+) -> None:
     """Prompts read masks where several tokens share a block, lists where they do not."""
-    tiny, f16 = glm5_next(latent=512, n_head=n_head), {"cache_type_k": "f16", "cache_type_v": "f16"}
+    tiny = glm5_next(latent=512, n_head=n_head)
+    types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
     tiny.set(expert_used_count=8, attention__indexer__top_k=4)
     fake = FakeDriver(memory_bytes=1 << 30)
     fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 227 << 10
@@ -149,8 +152,8 @@ async def test_rows_of_latents_are_read_by_lists(n_head: int, tmp_path: Path) ->
     with open_model(tiny.write(tmp_path / "model.gguf")) as model:
         model.spec = replace(model.spec, layers=model.spec.layers[4:6])
         async with (
-            executor_of(model, tmp_path, fake, **f16) as gpu,
-            cpu_executor_of(model, **f16) as cpu,
+            executor_of(model, tmp_path, fake, **types) as gpu,
+            cpu_executor_of(model, **types) as cpu,
         ):
             for start, end in ((0, 10), (10, 11)):
                 kind = StepKind.PREFILL if start == 0 else StepKind.DECODE

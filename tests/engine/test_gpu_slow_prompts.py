@@ -26,7 +26,8 @@ def without_floor() -> TinyModel:
 MODELS = {
     "glm": (glm5_next(latent=512), "f16", set()),
     "glm, decays without a floor": (without_floor(), "f16", set()),
-    "glm, latents in q8_0": (glm5_next(latent=512), "q8_0", {ATTENTION}),
+    "glm, latents in q8_0": (glm5_next(latent=512), "q8_0", set()),
+    "glm, keys in q8_0 alone": (glm5_next(latent=512), "q8_0 f16", {ATTENTION}),
     "gpt-oss": (gpt_oss(), "f16", set()),
     "one decay a head": (qwen35(), "f16", set()),
     "an indexer's lists": (qwen4exp(), "f16", set()),
@@ -35,13 +36,13 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 async def test_notices(name: str, tmp_path: Path) -> None:
-    tiny, cache_type, expected = MODELS[name]
+    tiny, cache_types, expected = MODELS[name]
     notices = Notices()
     fake = FakeDriver(memory_bytes=1 << 30)
     fake.kernels = StubKernels()
     settings = {
-        "cache_type_k": cache_type,
-        "cache_type_v": cache_type,
+        "cache_type_k": cache_types.split()[0],
+        "cache_type_v": cache_types.split()[-1],
         "n_threads": 1,
         "exchange_rounds": 0,
         "notices": notices,

@@ -10,6 +10,7 @@ import numpy as np
 from ops.gpu.attention import WIDE_BLOCKS_AT_ONCE, max_splits
 from ops.gpu.expert import ADDRESSES
 from ops.gpu.latent_heads import latent_heads, latent_heads_grid, latent_heads_shared_bytes
+from ops.gpu.latent_pairs import pair_page_bytes
 from runtime.engine.gpu.attention_launches import add_output
 from runtime.engine.gpu.indexer_launches import (
     IndexerLaunches,
@@ -30,6 +31,7 @@ from runtime.engine.gpu.matrix_launches import (
 from runtime.engine.gpu.paged_attention import (
     PagedAttention,
     add_attention,
+    add_latent_pairs,
     add_latent_prompt,
     latent_prompt_shape,
     prompt_splits,
@@ -132,7 +134,12 @@ class LatentLaunches:
         if parts.shape.kind is not StepKind.PREFILL:
             add_attention(parts, attention, max_splits(mixer.n_head, 1, WIDE_BLOCKS_AT_ONCE))
         elif shape := latent_prompt_shape(parts, attention):
-            add_latent_prompt(parts, attention, shape)
+            pairs = 0
+            if shape.pairs:
+                n_bytes = self._pages.n_pages * pair_page_bytes(shape.dim_k)
+                pairs = parts.room.place(f"latent pairs {n_bytes}", n_bytes, PHASE)
+                add_latent_pairs(parts, attention, pairs)
+            add_latent_prompt(parts, attention, shape, pairs)
         else:
             add_attention(parts, attention, prompt_splits(mixer.n_head, 1))
 

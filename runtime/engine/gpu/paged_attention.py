@@ -34,6 +34,7 @@ from ops.gpu.latent_attention import (
     latent_prompt,
     latent_prompt_grid,
 )
+from ops.gpu.latent_pairs import latent_pairs, pair_page_bytes
 from ops.quants.block import ActivationKind
 from runtime.engine.gpu.kv import LayerCache
 from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts
@@ -215,13 +216,15 @@ def latent_prompt_shape(parts: PlanParts, a: PagedAttention) -> LatentPromptShap
 
     A multiprocessor needs room for a unit of rows and for as many queries as pay.
     """
-    if not _keeps_rows(a.cache):
+    pairs = _becomes_pairs(a.cache)
+    if not pairs and not _keeps_rows(a.cache):
         return None
     for rows in ROWS:
         has_choice, alone = a.choice is not None, rows // min(a.n_head, rows) == 1
         listed = has_choice and alone and rows == ROWS[0]
+        chooses = has_choice and not listed
         shape = LatentPromptShape(
-            a.cache.keys.dim, rows, parts.overlapped, has_choice and not listed, listed
+            a.cache.keys.dim, rows, parts.overlapped, chooses, listed, pairs=pairs
         )
         if shape.shared_bytes <= parts.gpu.block_shared_bytes:
             return shape
@@ -230,14 +233,30 @@ def latent_prompt_shape(parts: PlanParts, a: PagedAttention) -> LatentPromptShap
 
 def _keeps_rows(cache: LayerCache) -> bool:
     """Whether the cache has rows as `ops.gpu.latent_attention` takes them."""
-    return not cache.v_pages and cache.keys.dim in DIMS_K and cache.values.dim == DIM_V
+    return not cache.v_pages and _has_latents(cache)
 
 
-def add_latent_prompt(parts: PlanParts, a: PagedAttention, shape: LatentPromptShape) -> None:
-    """Prompts whose rows of the cache are keys and values at once: f32 rows of `a.out`."""
+def _becomes_pairs(cache: LayerCache) -> bool:
+    """Whether its keys begin with its values, and `ops.gpu.latent_pairs` takes them."""
+    return cache.keys.cache_type == cache.values.cache_type == "q8_0" and _has_latents(cache)
+
+
+def _has_latents(cache: LayerCache) -> bool:
+    return cache.keys.dim in DIMS_K and cache.values.dim == DIM_V
+
+
+def add_latent_prompt(
+    parts: PlanParts, a: PagedAttention, shape: LatentPromptShape, pairs: int
+) -> None:
+    """Prompts whose rows of the cache are keys and values at once: f32 rows of `a.out`.
+
+    pairs: where `add_latent_pairs` has put those of all pages; of shapes that take them.
+    """
     names = ("counts", "positions", "rows", "page_tables", "q", "k_pages")
     numbers = ("n_head", "table_stride", "k_page_bytes")
     reading = _reading(parts, a)
+    if shape.pairs:
+        reading |= {"k_pages": pairs, "k_page_bytes": pair_page_bytes(shape.dim_k)}
     parts.plan.add(
         f"{a.name}_prompt",
         latent_prompt(shape),
@@ -248,6 +267,25 @@ def add_latent_prompt(parts: PlanParts, a: PagedAttention, shape: LatentPromptSh
             "out": a.out.want("f32"),
         },
         shared_bytes=shape.shared_bytes,
+        overlapped=parts.overlapped,
+    )
+
+
+def add_latent_pairs(parts: PlanParts, a: PagedAttention, pairs: int) -> None:
+    """The pairs of all pages that the step's tokens see, at the same pages of `pairs`."""
+    keys = a.cache.keys
+    parts.plan.add(
+        f"{a.name}_pairs",
+        latent_pairs(keys.dim, overlapped=parts.overlapped),
+        (parts.layout.max_pages, parts.shape.n_sequences),
+        {
+            "counts": parts.token_count,
+            "page_tables": parts.control("page_tables"),
+            "k_pages": a.cache.k_pages,
+            "pairs": pairs,
+            "table_stride": parts.layout.max_pages,
+            "k_page_bytes": a.cache.k_page_bytes,
+        },
         overlapped=parts.overlapped,
     )
 

@@ -13,7 +13,7 @@ PROMPT_TOKENS = 64
 
 ATTENTION = (
     "the tokens of prompts attend one by one: the kernels for prompts do not take these heads with "
-    "this cache type, or do not fit a block's shared memory; a cache type of f16 may help"
+    "these cache types, or do not fit a block's shared memory; f16 for both may help"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +22,7 @@ from ops.gpu.latent_attention import (
     latent_prompt_grid,
     prompt_shapes,
 )
+from ops.gpu.latent_pairs import latent_pairs_reference
 from tests.support.cases.attention import (
     TOLERANCE,
     UNTOUCHED,
@@ -39,6 +41,21 @@ def placed_for(dim_k: int, chooses: bool, setting: Setting, m: Machine, *, maske
     return Placed(setting, rows, m, masked=masked)
 
 
+def placed_pairs(shape: LatentPromptShape, setting: Setting, m: Machine) -> Placed:
+    """The same where the cache keeps q8_0, and the step's rows are pairs."""
+    chooses = shape.chooses or shape.listed
+    cached = AttentionShape(shape.dim_k, DIM_V, "q8_0", "q8_0", chooses=chooses)
+    placed = Placed(setting, cached, m, masked=shape.chooses)
+    content = [(k, k[..., :DIM_V]) for k, _ in placed.sequences.content]
+    placed.sequences = replace(placed.sequences, content=content)
+    keys, _ = placed.sequences.pages.decoded()
+    parts = latent_pairs_reference(keys[:, 0])
+    pairs = np.stack(parts, axis=1).astype(np.float16)
+    placed.arguments["k_pages"] = m.place(pairs, writable=False)
+    placed.arguments["k_page_bytes"] = pairs.strides[0]
+    return placed
+
+
 def arguments(placed: Placed) -> dict[str, float]:
     """Those that both kernels take."""
     unknown = ("v_pages", "group", "v_page_bytes", "window")
@@ -47,10 +64,11 @@ def arguments(placed: Placed) -> dict[str, float]:
 
 def run_prompt(shape: LatentPromptShape, setting: Setting, m: Machine) -> Outcome:
     """Outputs f32[n_tokens, n_head, 512] and a row that is not to be written."""
-    placed, n = (
-        placed_for(shape.dim_k, shape.chooses or shape.listed, setting, m, masked=shape.chooses),
-        len(setting.tokens) + 1,
-    )
+    n, chooses = len(setting.tokens) + 1, shape.chooses or shape.listed
+    if shape.pairs:
+        placed = placed_pairs(shape, setting, m)
+    else:
+        placed = placed_for(shape.dim_k, chooses, setting, m, masked=shape.chooses)
     expected = np.full((n, setting.n_head, DIM_V), 7.5, np.float32)
     out = m.place(expected)
     m.launch(
