@@ -35,9 +35,7 @@ CHUNK = 16
 CHUNK_BLOCK = 384
 """Two warps for 16 columns, one for each 64 keys; four more for pairs of tokens."""
 CHUNK_COLUMNS = 64
-CHUNK_SHARED_BYTES = 80144
-CHUNK_DECAY_FLOOR = -5.0
-"""Least logarithm of a key's decay for which chunks are whole; of a head's there is none."""
+CHUNK_SHARED_BYTES = 113792
 NORM_BLOCK = 128
 NORM_VALUES = 8
 """Values of a row that a thread of `gated_norm` takes."""
@@ -57,7 +55,6 @@ NET_PARAMS = (
     *((name, "u32") for name in ("slot_bytes", "n_key_head", "n_value_head", "dim")),
     ("decay_width", "u32"),
 )
-CHUNK_PARAMS = (*NET_PARAMS, ("cuts", "u32"))
 NORM_PARAMS = (
     *((name, "u64") for name in ("counts", "x", "gates", "weight", "out_f32", "q8_256", "q8_32")),
     *((name, "u32") for name in ("gates_stride", "n", "dim", "is_sigmoid")),
@@ -106,14 +103,13 @@ def delta_net_grid(n_value_head: int, dim: int, n_sequences: int) -> tuple[int, 
 def delta_chunk(*, overlapped: bool = False) -> Kernel:
     """The recurrence of many tokens of each sequence; grid `delta_chunk_grid`.
 
-    `cuts` where keys have decays below e to the `CHUNK_DECAY_FLOOR`: chunks may end early then.
     Dynamic shared memory: `CHUNK_SHARED_BYTES`.
     """
     return Kernel(
         entry="delta_chunk",
         source="delta_chunk.ptx",
         defines=launch_defines(CHUNK_BLOCK, 1, overlapped),
-        params=CHUNK_PARAMS,
+        params=NET_PARAMS,
         block=CHUNK_BLOCK,
         reference=delta_net_reference,
     )

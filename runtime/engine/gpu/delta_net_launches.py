@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ops.gpu.delta_gates import GATE_FORMATS, delta_gates, delta_gates_grid
 from ops.gpu.delta_gates import WIDTH as GATE_WIDTH
 from ops.gpu.delta_net import (
-    CHUNK_DECAY_FLOOR,
     CHUNK_SHARED_BYTES,
     DIMS,
     INPUTS_RUN,
@@ -261,17 +259,11 @@ class DeltaNetLaunches:
                 "n_value_head": mixer.n_value_head,
                 "dim": mixer.head_dim,
                 "decay_width": decay_width(mixer),
-                **({"cuts": self._are_cut(mixer)} if chunks else {}),
             },
             shared_bytes=CHUNK_SHARED_BYTES if chunks else 0,
             overlapped=parts.overlapped,
         )
         return out
-
-    def _are_cut(self, mixer: DeltaNetSpec) -> bool:
-        """Whether chunks may have to end early."""
-        floor = -math.inf if mixer.decay_floor is None else mixer.decay_floor
-        return decay_width(mixer) > 1 and floor < CHUNK_DECAY_FLOOR
 
     def _taken(self, mixer: DeltaNetSpec) -> _Taken:
         room, n = self._parts.room, 4 * self._parts.n_tokens

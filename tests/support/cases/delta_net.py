@@ -207,8 +207,7 @@ def run_net(s: Setting, chunks: bool, overlapped: bool, m: Machine) -> Outcome:
     keys /= np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
     decay = operands.uniform(0.1, 1, n + 1, s.n_value_head, s.width)
     decay[:: 5 if n > 20 else 1 << 30] = np.float32(np.exp(FLOOR))
-    cuts = s.wide_decay and not s.has_floor
-    if cuts:
+    if s.wide_decay and not s.has_floor:
         decay[:, :, ::7] **= np.float32(20)
         decay[3::9, :, 1::5] = 0
     beta = operands.uniform(0, 1, n + 1, s.n_value_head)
@@ -233,7 +232,6 @@ def run_net(s: Setting, chunks: bool, overlapped: bool, m: Machine) -> Outcome:
             "n_value_head": s.n_value_head,
             "dim": s.dim,
             "decay_width": s.width,
-            **({"cuts": cuts} if chunks else {}),
         },
         shared_bytes=CHUNK_SHARED_BYTES if chunks else 0,
     )
