@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 import runtime
 from runtime.engine import step_loop
-from runtime.engine.sequence import Sequence
 from runtime.engine.step import StepKind
 from tests.support.fake_engine import GREEDY, fake, ids, read, text
 
@@ -159,89 +156,11 @@ async def test_every_step_gives_the_loop_a_turn() -> None:
     assert turns >= 50
 
 
-async def test_ended_requests_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """Finished, failed, cancelled and abandoned ones: only each slot's last answer stays."""
-    caplog.set_level("ERROR", "runtime.engine.step_loop")  # pytest's records hold what failed
-    params = GREEDY(max_tokens=3, ignore_eos=True)
-    forbidden = dict.fromkeys(range(259), -float("inf"))
-
-    async def leave_early(number: int) -> None:
-        async for _ in engine.generate([number, 2, 3], params):
-            break
-
-    async def fail(number: int) -> None:
-        with pytest.raises(runtime.RequestError):
-            await read(engine, [number, 4], replace(params, logit_bias=forbidden))
-
-    async def cancel(number: int) -> None:
-        task = asyncio.create_task(read(engine, [number, 5], params))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-
-    async with runtime.open_engine(CONFIG) as engine:
-        for number in range(20):
-            await asyncio.gather(
-                read(engine, [number, 1], params, n=2),
-                leave_early(number),
-                fail(number),
-                cancel(number),
-            )
-        await read(engine, "Bye", params)  # whatever was cancelled last has left by now
-        gc.collect()
-        # Not isinstance: it looks through weak references, whose objects may be gone.
-        sequences = [thing for thing in gc.get_objects() if type(thing) is Sequence]
-        counts = engine.statistics()
-    assert len(sequences) <= 4
-    assert counts.counters.requests_failed == 20
-    assert counts.n_pages_free + counts.n_pages_cached == counts.n_pages
-
-
 async def test_a_reading_of_the_counters_does_not_change() -> None:
     async with runtime.open_engine(CONFIG) as engine:
         before = engine.statistics().counters
         await read(engine, "Hello")
         assert (before.predicted_tokens, engine.statistics().counters.predicted_tokens) == (0, 12)
-
-
-async def test_closing_the_iterator_frees_the_sequence_within_a_step() -> None:
-    async with runtime.open_engine(CONFIG) as engine:
-        with fake(engine).hold() as gate:
-            tokens = engine.generate("Hello", GREEDY(ignore_eos=True))
-            reading = asyncio.ensure_future(anext(tokens))
-            await gate.reached()
-            gate.release()
-            await reading
-            await gate.reached()  # the next step is in flight
-            await tokens.aclose()
-            gate.release()
-            other = asyncio.ensure_future(read(engine, "Bye", GREEDY(max_tokens=1)))
-            await gate.reached()
-            assert engine.statistics().n_running == 1
-            gate.release()
-            await other
-        assert fake(engine).n_steps == 3
-        assert engine.statistics().n_running == 0
-
-
-async def test_cancelling_the_reader_frees_the_sequence() -> None:
-    async with runtime.open_engine(CONFIG) as engine:
-        with fake(engine).hold() as gate:
-            task = asyncio.create_task(read(engine, "Hello", GREEDY(ignore_eos=True)))
-            await gate.reached()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        await read(engine, "Bye", GREEDY(max_tokens=1))
-        assert engine.statistics().n_running == 0
-
-
-async def test_breaking_out_of_the_loop_frees_the_sequence() -> None:
-    async with runtime.open_engine(CONFIG) as engine:
-        async for _ in engine.generate("Hello", GREEDY(ignore_eos=True)):
-            break
-        await read(engine, "Bye", GREEDY(max_tokens=2, ignore_eos=True))
-        assert engine.statistics().n_running == 0
 
 
 async def test_answers_go_on_while_a_long_prompt_is_read() -> None:

@@ -202,14 +202,13 @@ def test_the_start_says_what_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_help_names_every_flag_quickly() -> None:
-    begun = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "runtime.server", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert time.perf_counter() - begun < 2.0  # 0.1 s on an idle machine; CI's may be busy
+    command = [sys.executable, "-m", "runtime.server", "--help"]
+    quickest = 60.0
+    for _ in range(3):  # 0.1 s on an idle machine; this one may be busy
+        begun = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        quickest = min(quickest, time.perf_counter() - begun)
+    assert quickest < 0.5
     for flag in FLAGS:
         assert all(name in done.stdout for name in (*flag.names, *flag.off))
 

@@ -15,7 +15,7 @@ MAX_EXTRA_BYTES = 64 << 20
 
 @dataclass
 class Cost:
-    """Filled in when the block ends: seconds, and the peak of bytes that Python allocated."""
+    """Filled in when the block ends: seconds of this process, and the peak of bytes of Python."""
 
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -26,10 +26,10 @@ def cost() -> Iterator[Cost]:
     """Measure the block; tracing allocations makes it slower than it is, never faster."""
     measured = Cost()
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         yield measured
     finally:
-        measured.seconds = time.perf_counter() - started
+        measured.seconds = time.process_time() - started
         measured.peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

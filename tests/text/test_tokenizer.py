@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -257,46 +255,6 @@ def tokenizer_of_pieces() -> Tokenizer:
     return tokenizer(sentence_piece(TestSentencePiece.pieces))
 
 
-class TestLinearTime:
-    @pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "deepseek-v3", "gpt-4o", "default"])
-    @pytest.mark.parametrize("character", ["a", " ", "A", "\n", "1", "<", "\u6f22"])
-    def test_60000_equal_characters(self, pre: str, character: str) -> None:
-        model = tokenizer(byte_level(("a a", "aa aa"), pre=pre))
-        started = time.perf_counter()
-        ids = model.encode(character * 60_000)
-        assert time.perf_counter() - started < 2.0
-        assert model.decode(ids) == character * 60_000
-
-    def test_sentence_piece(self) -> None:
-        model = tokenizer(sentence_piece([("a" * n, float(-n)) for n in (1, 2, 4, 8)]))
-        started = time.perf_counter()
-        assert len(model.encode("a" * 60_000, add_special=False)) == 7500 + 3
-        assert time.perf_counter() - started < 4.0
-
-    def test_long_texts_let_other_threads_run(self, bundled: Tokenizer) -> None:
-        """A server's loop must turn while a megabyte is tokenized on another thread."""
-        text = "x" * 500_000 + "hello world " * 40_000
-        gaps = [0.0]
-        ended = threading.Event()
-
-        def watch() -> None:
-            last = time.perf_counter()
-            while not ended.wait(0.001):
-                now = time.perf_counter()
-                gaps.append(now - last)
-                last = now
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        started = time.perf_counter()
-        ids = bundled.encode(text)
-        seconds = time.perf_counter() - started
-        ended.set()
-        watcher.join()
-        assert max(gaps) < seconds / 2
-        assert bundled.decode(ids) == text
-
-
 def broken(change: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
     metadata = base or byte_level(HELLO)
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
@@ -369,18 +327,6 @@ class TestBadMetadata:
         metadata = byte_level(pre="default")
         del metadata["tokenizer.ggml.pre"]
         assert tokenizer(metadata).cut("a, b") == tokenizer(byte_level(pre="default")).cut("a, b")
-
-
-def test_a_large_vocabulary_loads_quickly() -> None:
-    """150,000 tokens take about 0.5 s; the bound is for a busy machine."""
-    characters = byte_characters()[33:127]
-    pairs = [f"{a} {b}" for a in characters for b in characters]
-    longer = [f"{pair.replace(' ', '')} {c}" for pair in pairs for c in characters][:140_000]
-    metadata = byte_level([*pairs, *longer])
-    started = time.perf_counter()
-    model = tokenizer(metadata)
-    assert time.perf_counter() - started < 5.0
-    assert model.n_vocab == 256 + len(pairs) + len(longer)
 
 
 @pytest.mark.parametrize(
