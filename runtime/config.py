@@ -6,12 +6,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.checks import is_number, shown
 from runtime.errors import ConfigError
 
 CACHE_TYPES = ("f16", "f32", "q8_0")
 DEVICES = ("auto", "cpu", "cuda", "fake")
 SPLIT_MODES = ("auto", "layer", "none")
 LOAD_MODES = ("pin", "mmap")
+CHOICES = {
+    "cache_type_k": CACHE_TYPES,
+    "cache_type_v": CACHE_TYPES,
+    "device": DEVICES,
+    "split_mode": SPLIT_MODES,
+    "load_mode": LOAD_MODES,
+}
 GPU_SETTINGS = (
     *("vram_limit", "vram_reserve", "split_mode", "main_gpu", "tensor_split"),
     *("moe_expert_cache", "moe_cache"),
@@ -34,6 +42,7 @@ RANGES = {
     "main_gpu": (0, 1024),
     "vram_reserve": (0, 1 << 20),
 }
+MOST_GIB = 1 << 20
 
 
 MOE_SETTINGS = {
@@ -106,35 +115,45 @@ class EngineConfig:
     name_bus_errors: bool = False
 
     def __post_init__(self) -> None:
+        """Raises: ConfigError."""
         for name, (lowest, highest) in RANGES.items():
             value = getattr(self, name)
-            if value is None:
-                continue
-            if type(value) is not int or not lowest <= value <= highest:
-                raise ConfigError(
-                    f"{name} = {value!r}: use a whole number of {lowest} to {highest}"
-                )
-        if self.vram_limit is not None and not 0 < self.vram_limit < 1 << 20:
-            raise ConfigError(f"vram_limit = {self.vram_limit!r}: use GiB, a number above 0")
+            fits = type(value) is int and lowest <= value <= highest
+            optional = getattr(EngineConfig, name) is None
+            self._check(
+                name,
+                fits or (optional and value is None),
+                f"a whole number of {lowest} to {highest}",
+            )
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            is_known = isinstance(value, str) and value in known
+            self._check(name, is_known, f"one of {', '.join(known)}")
+        for name in ("prefix_cache", "name_bus_errors"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        self._check(
+            "model",
+            self.model is None or names_a_file(self.model),
+            "the path of a GGUF file, or None",
+        )
+        limit = self.vram_limit
+        self._check("vram_limit", limit is None or is_gib(limit), "GiB, a number above 0")
+        wanted = "numbers from 0, not all of them 0"
+        self._check("tensor_split", _are_shares(self.tensor_split), wanted)
+        names = ", ".join(dict.fromkeys(MOE_SETTINGS.values()))
+        fits = _are_moe_settings(self.moe_cache)
+        self._check("moe_cache", fits, f"pairs of a name ({names}) and a text")
         if self.n_ctx and self.n_parallel and self.n_ctx // self.n_parallel < MIN_CONTEXT:
             raise ConfigError(
                 f"n_ctx = {self.n_ctx} with n_parallel = {self.n_parallel} leaves "
                 f"{self.n_ctx // self.n_parallel} tokens a sequence: "
                 f"use n_ctx of at least {MIN_CONTEXT * self.n_parallel} or fewer sequences"
             )
-        for name in ("cache_type_k", "cache_type_v"):
-            if getattr(self, name) not in CACHE_TYPES:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)!r}: use one of {', '.join(CACHE_TYPES)}"
-                )
-        named = (("device", DEVICES), ("split_mode", SPLIT_MODES), ("load_mode", LOAD_MODES))
-        for name, known in named:
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"{name} = {value!r}: use one of {', '.join(known)}")
-        shares = self.tensor_split
-        if shares is not None and not (all(0 <= n < 1 << 20 for n in shares) and sum(shares) > 0):
-            raise ConfigError(f"tensor_split = {shares!r}: use numbers from 0, not all of them 0")
+
+    def _check(self, name: str, fits: bool, wanted: str) -> None:
+        """Raises: ConfigError where the setting does not fit."""
+        if not fits:
+            raise ConfigError(f"{name} = {shown(getattr(self, name))}: use {wanted}")
 
     @property
     def given_for_gpus(self) -> list[str]:
@@ -145,6 +164,33 @@ class EngineConfig:
     def model_path(self) -> Path:
         """The file to open: the named model, else the bundled demonstration model."""
         return BUNDLED_MODEL if self.model is None else Path(self.model)
+
+
+def is_gib(value: object) -> bool:
+    """Whether it can be a size of memory."""
+    return is_number(value) and 0 < value < MOST_GIB
+
+
+def names_a_file(path: object) -> bool:
+    """Whether a file can be called so."""
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    return isinstance(name, str) and name != "" and "\0" not in name
+
+
+def _are_shares(shares: object) -> bool:
+    if not isinstance(shares, tuple | list):
+        return shares is None
+    return all(is_number(share) and 0 <= share < MOST_GIB for share in shares) and any(shares)
+
+
+def _are_moe_settings(settings: object) -> bool:
+    return isinstance(settings, tuple | list) and all(
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and all(isinstance(part, str) for part in pair)
+        and pair[0] in MOE_SETTINGS.values()
+        for pair in settings
+    )
 
 
 @dataclass(frozen=True)

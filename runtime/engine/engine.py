@@ -11,7 +11,8 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import EngineConfig
+from runtime.checks import shown
+from runtime.config import EngineConfig, is_gib
 from runtime.engine.answer import Answer
 from runtime.engine.executor import (
     CountingExecutor,
@@ -23,7 +24,7 @@ from runtime.engine.executor import (
 from runtime.engine.kv_cache import KVCache
 from runtime.engine.params import SamplingParams, defaults_from_metadata
 from runtime.engine.placement import Opened
-from runtime.engine.request_parts import check_length, checked_ids, samplers_of
+from runtime.engine.request_parts import check_length, check_options, checked_ids, samplers_of
 from runtime.engine.sampler import Sampler
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
 from runtime.engine.scheduler import Scheduler
@@ -125,11 +126,8 @@ class Engine:
             where the prompt, a stop string or a bias is text and the model has no tokenizer,
             CorruptModel where the model's file was truncated meanwhile.
         """
-        if type(n) is not int or n < 1:
-            raise RequestError("n", f"{n!r}: use a whole number of at least 1")
-        return self._generate(
-            prompt, params or self.default_params, n, reuse_prefix, special, on_progress
-        )
+        chosen = self.default_params if params is None else params
+        return self._generate(prompt, chosen, n, reuse_prefix, special, on_progress)
 
     async def _generate(
         self,
@@ -141,6 +139,7 @@ class Engine:
         on_progress: Callable[[PromptProgress], None] | None,
     ) -> AsyncGenerator[Token, None]:
         self._check_usable()
+        check_options(params, n, on_progress, reuse_prefix=reuse_prefix, special=special)
         if isinstance(prompt, str):
             ids = await self.tokenize(prompt)
         else:
@@ -204,7 +203,7 @@ class Engine:
 
         guard: the character that a rendered chat has after the first one of harmless special-token
         text.
-        Raises: TokenizerUnavailable.
+        Raises: RequestError for what is no text, TokenizerUnavailable.
         """
         tokenizer = self.tokenizer
 
@@ -216,9 +215,9 @@ class Engine:
             )
 
         self._check_usable()
-        if len(text) <= INLINE_CHARACTERS:
-            return encode()
-        return await asyncio.to_thread(encode)
+        if isinstance(text, str) and len(text) > INLINE_CHARACTERS:
+            return await asyncio.to_thread(encode)
+        return encode()
 
     async def chat_prompt(
         self,
@@ -234,8 +233,12 @@ class Engine:
         such as tools.  Rendered off the loop: a template is the model file's own program.
         Raises: TemplateError, RequestError, TokenizerUnavailable.
         """
-        chosen = template or self.chat_template
-        text = await asyncio.to_thread(chosen.render, list(messages), **options)
+        from runtime.text.chat_template import ChatTemplate
+
+        chosen = self.chat_template if template is None else template
+        if not isinstance(chosen, ChatTemplate):
+            raise RequestError("template", f"{shown(chosen)} is not a ChatTemplate")
+        text = await asyncio.to_thread(chosen.render, messages, **options)
         return await self.tokenize(text, parse_special=True, guard=GUARD)
 
     @property
@@ -257,7 +260,10 @@ class Engine:
         """Let `instrument` see every step from now on; see `runtime.profiling.instrument`.
 
         Some steps are timed from then on, which costs under 2 % of the time.
+        Raises: ConfigError where it is no `Instrument`.
         """
+        if not isinstance(instrument, Instrument):
+            raise ConfigError(f"instrument: {shown(instrument)} is not a runtime.Instrument")
         if self._steps.profiler is None:
             self._steps.profiler = Profiler(self.executor)
         self._steps.profiler.attach(instrument)
@@ -312,11 +318,11 @@ class Engine:
         EngineClosed, DeviceError.
         """
         self._check_usable()
+        if vram is not None and not is_gib(vram):
+            raise ConfigError(f"vram = {shown(vram)}: use GiB, a number above 0, or None")
         executor = self.executor
         if not isinstance(executor, ResizableExecutor):
             raise ConfigError("vram: no GPU computes this model")
-        if vram is not None and not 0 < vram < 1 << 20:
-            raise ConfigError(f"vram = {vram!r}: use GiB, a number above 0")
         limit = None if vram is None else int(vram * 2**30)
         return await self._steps.between_steps(lambda: executor.resize(limit))
 

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from runtime.checks import shown
 from runtime.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.opening import open_off_loop
+from runtime.errors import ConfigError
 from runtime.profiling.environment import instruments_from_environment
 from runtime.progress import Progress
 
@@ -28,7 +30,12 @@ async def open_engine(
     An engine whose own steps fail cancels the block and leaves it with the cause.
     Raises: ConfigError, ModelError, DeviceError.
     """
-    progress = progress or Progress()
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config: {shown(config)} is not a runtime.EngineConfig(model=...)")
+    if progress is None:
+        progress = Progress()
+    elif not isinstance(progress, Progress):
+        raise ConfigError(f"progress: {shown(progress)} is not a runtime.Progress")
     async with AsyncExitStack() as stack:
         opened_engines: list[Engine] = []
         instruments = await asyncio.to_thread(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from runtime.checks import shown
 from runtime.engine.sampling_chain import DEFAULT_SAMPLERS, SAMPLERS, sampler_name
 from runtime.errors import RequestError
 
@@ -35,16 +36,16 @@ class Limit:
     def check(self, field: str, value: object) -> float | int:
         """`value` as this field's kind and inside its limits.  Raises: RequestError."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestError(field, f"{value!r} is not a number")
+            raise RequestError(field, f"{shown(value)} is not a number")
         if isinstance(value, float):
             if math.isnan(value):
                 raise RequestError(field, "NaN is not a usable number")
             if self.kind is int and not value.is_integer():
-                raise RequestError(field, f"{value!r} is not a whole number")
+                raise RequestError(field, f"{shown(value)} is not a whole number")
         if self.low <= value <= self.high:
             return int(value) if self.kind is int else float(value)
         if self.hard:
-            raise RequestError(field, f"{value!r} is outside {self.low:g} to {self.high:g}")
+            raise RequestError(field, f"{shown(value)} is outside {self.low:g} to {self.high:g}")
         nearer = min(max(value, self.low), self.high)
         return int(nearer) if self.kind is int else float(nearer)
 
@@ -174,7 +175,7 @@ class SamplingParams:
         normalized["logit_bias"] = _logit_bias(self.logit_bias)
         for name in ("ignore_eos", "logprobs", "post_sampling_probs"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(name, f"{getattr(self, name)!r} is not true or false")
+                raise RequestError(name, f"{shown(getattr(self, name))} is not true or false")
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
 
@@ -229,11 +230,11 @@ def _strings(field: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Iterable):
-        raise RequestError(field, "expected a string or a list of strings")
+        raise RequestError(field, f"{shown(value)} is neither a string nor a list of strings")
     strings = tuple(value)
     for string in strings:
         if not isinstance(string, str):
-            raise RequestError(field, f"{string!r} is not a string")
+            raise RequestError(field, f"{shown(string)} is not a string")
     return tuple(string for string in strings if string)
 
 
@@ -256,16 +257,17 @@ def _logit_bias(value: object) -> tuple[tuple[int | str, float], ...]:
     if isinstance(value, Mapping):
         value = tuple(value.items())
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError("logit_bias", "expected pairs of a token (id or text) and a number")
+        wanted = "use pairs of a token (id or text) and a number"
+        raise RequestError("logit_bias", f"{shown(value)}: {wanted}")
     return tuple(_bias_pair(pair) for pair in value)
 
 
 def _bias_pair(pair: object) -> tuple[int | str, float]:
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise RequestError("logit_bias", f"{pair!r} is not a pair of a token and a number")
+        raise RequestError("logit_bias", f"{shown(pair)} is not a pair of a token and a number")
     token, bias = pair
     if isinstance(token, bool) or not isinstance(token, int | str):
-        raise RequestError("logit_bias", f"{token!r} is neither a token id nor a text")
+        raise RequestError("logit_bias", f"{shown(token)} is neither a token id nor a text")
     if bias is False or bias == -math.inf:
         return token, -math.inf
     return token, float(_FINITE.check("logit_bias", bias))

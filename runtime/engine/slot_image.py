@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.checks import shown
 from runtime.errors import RequestError
 
 MAGIC = b"HXSLOT1\n"
@@ -50,6 +51,8 @@ class SlotImage:
     @classmethod
     def from_bytes(cls, image: bytes) -> SlotImage:
         """Raises: RequestError where `image` is not what `to_bytes` gave."""
+        if not isinstance(image, bytes):
+            raise RequestError("image", f"{shown(image)}: use the bytes that were saved")
         start = len(MAGIC) + 4
         body, digest = image[:-DIGEST_BYTES], image[-DIGEST_BYTES:]
         if len(body) < start or body[: len(MAGIC)] != MAGIC or _digest(body) != digest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from runtime.checks import shown
 from runtime.config import ContextShape
 from runtime.engine.answer import Answer
 from runtime.engine.executor import Executor, StatefulExecutor
@@ -119,7 +120,7 @@ class Slots:
     def _tokens(self, slot: int) -> list[int]:
         """What the slot last held.  Raises: RequestError."""
         if type(slot) is not int or not 0 <= slot < self._shape.n_parallel:
-            raise RequestError("id_slot", f"{slot!r}: use 0 to {self._shape.n_parallel - 1}")
+            raise RequestError("id_slot", f"{shown(slot)}: use 0 to {self._shape.n_parallel - 1}")
         answer = self._steps.slots.get(slot)
         if slot in self._restored:
             before, tokens = self._restored[slot]

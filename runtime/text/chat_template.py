@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from runtime.checks import shown
 from runtime.errors import RequestError, TemplateError
 from runtime.text.builtin_templates import BUILTIN_TEMPLATES
 from runtime.text.capabilities import Capabilities, adapted, probe
@@ -114,8 +115,10 @@ class ChatTemplate:
         kwargs                  more variables (chat_template_kwargs)
 
         Raises: TemplateError when the template fails, RequestError when it refuses the
-        conversation (raise_exception) or a variable is not allowed.
+        conversation (raise_exception), one of these is of the wrong kind, or a variable is not
+        allowed.
         """
+        _check_conversation(messages, tools)
         if tools and self._tool_use is not None:
             return self._tool_use.render(
                 messages, tools, add_generation_prompt, continue_final_message, **kwargs
@@ -143,6 +146,26 @@ class ChatTemplate:
             return metered(self._limits, lambda: run(self._template, self._variables | variables))
         except Exception as error:  # a template can make any Python exception happen
             raise explain(error, self._template) from error
+
+
+def _check_conversation(messages: object, tools: object) -> None:
+    """Raises: RequestError where messages are none, or tools no list."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError("messages", f"{shown(messages)} is not a list of messages")
+    for number, message in enumerate(messages):
+        field = f"messages[{number}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(field, f"{shown(message)}: use {{'role': ..., 'content': ...}}")
+        content = message.get("content")
+        if not (content is None or isinstance(content, str) or _are_objects(content)):
+            wanted = "use a text or a list of parts ({'type': ...})"
+            raise RequestError(f"{field}.content", f"{shown(content)}: {wanted}")
+    if not (tools is None or _are_objects(tools)):
+        raise RequestError("tools", f"{shown(tools)} is not a list of tools ({{'type': ...}})")
+
+
+def _are_objects(items: object) -> bool:
+    return isinstance(items, list | tuple) and all(isinstance(item, Mapping) for item in items)
 
 
 def _compile(source: str, limits: Limits) -> Template:

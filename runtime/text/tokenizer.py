@@ -6,10 +6,12 @@ where its pieces would merge into one; and a file without BOS or EOS id has none
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Protocol
 
+from runtime.checks import check_flags, shown
 from runtime.errors import RequestError, TokenizerUnavailable
 from runtime.text.detokenizer import Detokenizer
 from runtime.text.pretokenizers import PRE_TOKENIZERS
@@ -126,7 +128,14 @@ class Tokenizer:
         guard          a character that is removed after control tokens were found, so that text
                        broken up by it stays text (chat_template.py); with it, a text that
                        starts with BOS gets no second one
+
+        Raises: RequestError naming what is of the wrong kind.
         """
+        if not isinstance(text, str):
+            raise RequestError("text", f"{shown(text)} is not a string")
+        check_flags(add_special=add_special, parse_special=parse_special)
+        if guard is not None and not isinstance(guard, str):
+            raise RequestError("guard", f"{shown(guard)}: use a character, or None")
         text = _without_lone_surrogates(text)
         ids: list[int] = []
         after_special = True
@@ -158,7 +167,8 @@ class Tokenizer:
 
         Raises: RequestError for an id outside the vocabulary.
         """
-        ids = list(ids)
+        if not isinstance(ids, Iterable):
+            raise RequestError("tokens", f"{shown(ids)} is not a list of token ids")
         data = b"".join([self._visible_bytes(id, special) for id in ids])
         text = data.decode("utf-8", "replace")
         if self._model.adds_space and not special and text.startswith(" "):
@@ -174,17 +184,29 @@ class Tokenizer:
 
         Raises: RequestError for an id outside the vocabulary.
         """
-        if not 0 <= id < self._n_vocab:
-            raise RequestError("tokens", f"token id {id} is outside 0 to {self._n_vocab - 1}")
-        return self._bytes(id)
+        return self._bytes(self._known(id))
 
     def piece(self, id: int) -> str:
         """`token_bytes` as text; part of a character shows as U+FFFD."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def is_control(self, id: int) -> bool:
-        """Whether token `id` is markup that plain output leaves out."""
-        return bool(self.vocabulary.kinds[id] & (CONTROL | UNKNOWN))
+        """Whether token `id` is markup that plain output leaves out.
+
+        Raises: RequestError for an id outside the vocabulary.
+        """
+        return bool(self.vocabulary.kinds[self._known(id)] & (CONTROL | UNKNOWN))
+
+    def _known(self, id: object) -> int:
+        """Raises: RequestError for what is no id of the vocabulary."""
+        try:
+            index = operator.index(id)  # type: ignore[arg-type]
+        except TypeError:
+            raise RequestError("tokens", f"{shown(id)} is not a token id") from None
+        if not 0 <= index < self._n_vocab:
+            last = self._n_vocab - 1
+            raise RequestError("tokens", f"token id {shown(index)} is outside 0 to {last}")
+        return index
 
     def _visible_bytes(self, id: int, special: bool) -> bytes:
         data = self.token_bytes(id)

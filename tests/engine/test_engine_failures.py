@@ -200,13 +200,6 @@ async def test_bad_prompts_are_request_errors(prompt: list[int]) -> None:
             await read(engine, "")
 
 
-@pytest.mark.parametrize("n", [0, -1, True, 1.5], ids=str)
-async def test_bad_counts_are_request_errors(n: int) -> None:
-    async with runtime.open_engine(CONFIG) as engine:
-        with pytest.raises(runtime.RequestError, match="'n'"):
-            engine.generate("Hello", n=n)
-
-
 async def test_a_missing_model_is_a_typed_error(tmp_path: Path) -> None:
     config = runtime.EngineConfig(model=tmp_path / "none.gguf")
     progress = runtime.Progress()

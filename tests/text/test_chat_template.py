@@ -334,9 +334,9 @@ class TestUsersWhoTypeControlTokens:
     def test_a_message_nested_too_deeply_is_refused(self) -> None:
         deep: Any = "x"
         for _ in range(100):
-            deep = [deep]
+            deep = {"type": deep}
         with pytest.raises(RequestError, match="nested"):
-            self.template.render([{"role": "user", "content": deep}])
+            self.template.render([{"role": "user", "content": [deep]}])
 
 
 class TestChoosing:
