@@ -50,7 +50,7 @@ class Contents:
 
 
 def write(
-    path: Path,
+    path: str | Path,
     kind: str,
     facts: Mapping[str, Any],
     arrays: Mapping[str, Array],
@@ -60,8 +60,10 @@ def write(
     """Replace `path` by a file of that kind: whoever reads it, at any moment, and after a crash or
     a power cut, finds the old file or the new one.
 
-    packed: compress the arrays.  Raises: OSError, also where something else is there.
+    packed: compress the arrays.
+    Raises: OSError, also where something else is there; ProfileError for what is no path.
     """
+    path = _as_path(path)
     check_own(path)
     rows, bodies = [], []
     for name, array in arrays.items():
@@ -83,11 +85,12 @@ def write(
     _replace(path, b"".join([MAGIC, LENGTH.pack(len(encoded)), encoded, *bodies]))
 
 
-def read(path: Path, kind: str, max_bytes: int) -> Contents:
+def read(path: str | Path, kind: str, max_bytes: int) -> Contents:
     """The contents of a file of that kind whose arrays take at most max_bytes in memory.
 
     Raises: ProfileError for anything else; OSError where the file cannot be read.
     """
+    path = _as_path(path)
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
         raise ProfileError(f"{path}: not a regular file")
     with path.open("rb") as file:
@@ -99,6 +102,13 @@ def read(path: Path, kind: str, max_bytes: int) -> Contents:
         if stored > max_bytes or sum(row.n_bytes for row in described) > max_bytes:
             raise ProfileError(f"{path}: more than {max_bytes} bytes of arrays")
         return Contents(facts, {row.name: row.read(file, str(path)) for row in described})
+
+
+def _as_path(path: object) -> Path:
+    """Raises: ProfileError for what no file can be called."""
+    if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+        raise ProfileError(f"path: {str(path)[:60]!r} cannot be one; use that of a file")
+    return Path(path)
 
 
 def check_own(path: Path) -> None:

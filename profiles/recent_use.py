@@ -41,6 +41,8 @@ class RecentUse:
 
     def __post_init__(self) -> None:
         """Raises: ProfileError for values that no model's use leads to."""
+        if not isinstance(self.rates, np.ndarray):
+            raise ProfileError("rates: use an array f32")
         shape = self.rates.shape
         if self.rates.dtype != np.float32 or len(shape) != 3 or shape[0] != len(HALF_LIVES):
             raise ProfileError(f"rates of shape {shape} and type {self.rates.dtype}")

@@ -52,6 +52,9 @@ class RoutingTrace:
 
     def __post_init__(self) -> None:
         """Raises: ProfileError for parts that contradict each other."""
+        arrays = (self.choices, self.steps, self.phases, self.sequences)
+        if not all(isinstance(a, np.ndarray) and a.dtype.kind in "iu" for a in arrays):
+            raise ProfileError("choices, steps, phases, sequences: use arrays of whole numbers")
         n_layers = len(self.n_expert)
         if not 0 < n_layers <= MAX_LAYERS or len(self.expert_bytes) != n_layers:
             raise ProfileError(f"a trace of {n_layers} layers, sizes of {len(self.expert_bytes)}")
@@ -99,8 +102,10 @@ class RoutingTrace:
 def join(traces: Sequence[RoutingTrace], model: str | None = None) -> RoutingTrace:
     """One trace after the other; their sequences stay apart.
 
-    Raises: ProfileError for traces of different models' shapes.
+    Raises: ProfileError for traces of different models' shapes, or none at all.
     """
+    if not traces:
+        raise ProfileError("no traces to join")
     first = traces[0]
     sequences, base = [], 0
     for trace in traces:
@@ -119,8 +124,8 @@ def join(traces: Sequence[RoutingTrace], model: str | None = None) -> RoutingTra
     )
 
 
-def save_trace(path: Path, trace: RoutingTrace, *, packed: bool = True) -> None:
-    """Write the file, or leave what was there.  Raises: OSError."""
+def save_trace(path: str | Path, trace: RoutingTrace, *, packed: bool = True) -> None:
+    """Write the file, or leave what was there.  Raises: OSError; ProfileError for no path."""
     facts = {
         "model": trace.model,
         "n_expert": list(trace.n_expert),
@@ -140,7 +145,7 @@ def save_trace(path: Path, trace: RoutingTrace, *, packed: bool = True) -> None:
     )
 
 
-def load_trace(path: Path, max_bytes: int = MAX_BYTES) -> RoutingTrace:
+def load_trace(path: str | Path, max_bytes: int = MAX_BYTES) -> RoutingTrace:
     """Raises: ProfileError for a file that is no trace; OSError where it cannot be read."""
     contents = container.read(path, KIND, max_bytes)
     try:

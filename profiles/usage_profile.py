@@ -38,15 +38,20 @@ class ModelIdentity:
 
     def __post_init__(self) -> None:
         """Raises: ProfileError."""
-        if not re.fullmatch(r"[0-9a-z_.-]{1,64}", self.architecture):
-            raise ProfileError(f"an architecture called {self.architecture[:64]!r}")
-        if not 0 < self.file_bytes < 1 << 60 or not re.fullmatch(r"[0-9a-f]{32}", self.tensor_hash):
+        if not _matches(r"[0-9a-z_.-]{1,64}", self.architecture):
+            raise ProfileError(f"an architecture called {str(self.architecture)[:64]!r}")
+        is_size = type(self.file_bytes) is int and 0 < self.file_bytes < 1 << 60
+        if not is_size or not _matches(r"[0-9a-f]{32}", self.tensor_hash):
             raise ProfileError("a model without a size or the hash of its tensors")
 
     @property
     def file_name(self) -> str:
         """Of the profile in the folder of profiles."""
         return f"{self.architecture}-{self.tensor_hash[:16]}-{self.file_bytes}.usage"
+
+
+def _matches(pattern: str, value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def tensor_hash(tensors: Iterable[TensorRow]) -> str:
@@ -71,13 +76,17 @@ class UsageProfile:
 
     def __post_init__(self) -> None:
         """Raises: ProfileError for counts of a shape or size that no model has."""
+        if not isinstance(self.model, ModelIdentity) or not isinstance(self.counts, np.ndarray):
+            raise ProfileError("model: use a ModelIdentity; counts: use an array u64")
         shape = self.counts.shape
         if len(shape) != 2 or not 0 < shape[0] <= MAX_LAYERS or not 0 < shape[1] <= MAX_EXPERTS:
             raise ProfileError(f"counts of shape {shape}")
         if self.counts.dtype != np.uint64 or int(self.counts.max()) > LARGEST_COUNT:
             raise ProfileError(f"a count above {LARGEST_COUNT}, or counts of another type")
-        if not 0 <= self.n_tokens < 1 << 60:
-            raise ProfileError(f"{self.n_tokens} tokens")
+        if type(self.n_tokens) is not int or not 0 <= self.n_tokens < 1 << 60:
+            raise ProfileError(f"n_tokens: {str(self.n_tokens)[:40]!r} is no number of tokens")
+        if not isinstance(self.recent, RecentUse | None):
+            raise ProfileError("recent: use a RecentUse, or None")
         if self.recent is not None and self.recent.rates.shape[1:] != shape:
             raise ProfileError(f"rates of shape {self.recent.rates.shape}, counts of {shape}")
 
@@ -86,6 +95,8 @@ class UsageProfile:
 
         Raises: ProfileError for profiles of models of different shapes.
         """
+        if not isinstance(other, UsageProfile):
+            raise ProfileError(f"a {type(other).__name__} is no UsageProfile")
         if self.counts.shape != other.counts.shape:
             raise ProfileError(
                 f"{self.counts.shape} experts and {other.counts.shape} do not belong to one model"
@@ -97,8 +108,8 @@ class UsageProfile:
     def decayed(self, share: float) -> UsageProfile:
         """With `share` (0 to 1) of every count, rounded to the nearest; what the last tokens used
         stays, unless nothing does.  Raises: ProfileError."""
-        if not 0.0 <= share <= 1.0:
-            raise ProfileError(f"a share of {share}: use 0 to 1")
+        if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
+            raise ProfileError(f"a share of {str(share)[:40]!r}: use 0 to 1")
         counts = np.rint(self.counts * share).astype(np.uint64)
         recent = self.recent if share else None
         return replace(self, counts=counts, n_tokens=round(self.n_tokens * share), recent=recent)
@@ -113,8 +124,8 @@ def scaled_down(counts: U64) -> U64:
     return counts
 
 
-def save_profile(path: Path, profile: UsageProfile) -> None:
-    """Write the file, or leave what was there.  Raises: OSError."""
+def save_profile(path: str | Path, profile: UsageProfile) -> None:
+    """Write the file, or leave what was there.  Raises: OSError; ProfileError for no path."""
     model = profile.model
     facts: dict[str, Any] = {
         "architecture": model.architecture,
@@ -129,7 +140,7 @@ def save_profile(path: Path, profile: UsageProfile) -> None:
     container.write(path, KIND, facts, arrays)
 
 
-def load_profile(path: Path) -> UsageProfile:
+def load_profile(path: str | Path) -> UsageProfile:
     """Raises: ProfileError for a file that is no profile; OSError where it cannot be read."""
     contents = container.read(path, KIND, MAX_BYTES)
     facts, counts = contents.facts, contents.arrays.get("counts")
