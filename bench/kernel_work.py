@@ -35,20 +35,10 @@ def experts(bed: Bed, fmt: BlockFormat, n: int, n_ff: int, n_tokens: int) -> Wor
     table, grid_table = bed.place(addresses), bed.grid_table(fmt)
     tables = [table + addresses[0].nbytes * index for index in range(len(chosen))]
     n_bytes = round(per_expert * np.mean([len(np.unique(of_turn)) for of_turn in chosen]))
-    team = best_team(fmt, n)
-    first = in_one_wave(
-        gate_up_launch(fmt, team, overlapped=bed.overlapped),
-        fmt,
-        n,
-        n_slots * n_ff,
-        bed.multiprocessors,
-    )
-    second = in_one_wave(
-        down_launch(fmt, best_team(fmt, n_ff), overlapped=bed.overlapped),
-        fmt,
-        n_ff,
-        n_slots * -(-n // 2),
-        bed.multiprocessors,
+    early, n_sms = {"overlapped": bed.overlapped}, bed.multiprocessors
+    first, second = (
+        in_one_wave(make(fmt, best_team(fmt, width), **early), fmt, width, n_slots * n_pairs, n_sms)
+        for make, width, n_pairs in ((gate_up_launch, n, n_ff), (down_launch, n_ff, -(-n // 2)))
     )
     records = bed.zeros(n_tokens * activation_layout(fmt.activation, n)[2])
     h, y = bed.zeros(4 * n_slots * n_ff), bed.zeros(4 * n_slots * n)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ EPOCH = 41
 N_EXPERT, N_USED = 6, 3
 FORECAST_STRIDE = 48
 Bytes = NDArray[np.uint8]
+Serving = Callable[..., "Served"]
 
 
 @pytest.fixture
@@ -30,11 +33,35 @@ def team() -> Iterator[Team]:
         yield shared
 
 
-class Served:
-    """Layers, the memory of an exchange, and the program that answers in it."""
+@pytest.fixture
+def serving(team: Team) -> Iterator[Serving]:
+    """Makes `Served` of the team; their programs are closed behind the test."""
+    with ExitStack() as programs:
 
-    def __init__(self, layers: MoeLayers, n_tokens: int, team: Team) -> None:
-        self.layers, self.team = layers, team
+        def make(*sizes: int, **options: Any) -> Served:
+            served = Served(team, *sizes, **options)
+            programs.callback(served.program.close)
+            return served
+
+        yield make
+
+
+class Served:
+    """Layers, all on the CPU, the memory of an exchange, and the program that answers in it."""
+
+    def __init__(
+        self,
+        team: Team,
+        n_tokens: int = 1,
+        *,
+        n_layers: int = 1,
+        formats: tuple[str, str] = ("Q4_K", "Q4_K"),
+        sizes: tuple[int, int] = (256, 256),
+    ) -> None:
+        self.layers, self.team = MoeLayers(), team
+        layers = self.layers
+        for _ in range(n_layers):
+            layers.add(*formats, sizes, N_EXPERT, N_USED)
         widths = [record_bytes(layers.weights, spec) for spec in layers.specs]
         rows = max(spec.down.n_out for spec in layers.specs)
         self.layout = ExchangeLayout(
@@ -46,6 +73,14 @@ class Served:
             layers.weights, layers.specs, self.layout, self.memory.ctypes.data, team.n_threads
         )
         self.serve = ServeProgram(self.shared, self.done.ctypes.data)
+        self.program = self.serve.program
+
+    def run(self, epoch: int = EPOCH, *, is_last: bool = False) -> None:
+        """A step from its beginning to its end; is_last: the GPU has done all layers by then."""
+        if is_last:
+            self.done[0] = epoch
+        self.serve.begin(epoch)
+        self.team.run(self.program)
 
     def post(self, layer: int, records: Bytes, misses: NDArray[np.uint32], epoch: int) -> None:
         """What the GPU does: misses u32[n], slot | expert << 16."""
@@ -77,101 +112,88 @@ FORMATS_SERVED = [name for name in KERNEL_FORMATS if name in FORMATS]
 
 @pytest.mark.parametrize("name", FORMATS_SERVED)
 @pytest.mark.parametrize("n_tokens", [1, 31])
-def test_answers_have_the_bits_of_the_contract(name: str, n_tokens: int, team: Team) -> None:
+def test_answers_have_the_bits_of_the_contract(name: str, n_tokens: int, serving: Serving) -> None:
     rng = np.random.default_rng(n_tokens)
-    layers = MoeLayers()
-    layers.add(name, name, (256, 512), N_EXPERT, N_USED)
-    served = Served(layers, n_tokens, team)
+    served = serving(n_tokens, formats=(name, name), sizes=(256, 512))
+    layers = served.layers
     x = rng.normal(size=(n_tokens, 256)).astype(np.float32)
     misses = random_misses(rng, n_tokens, 0.5)
     served.post(0, layers.records(0, x), misses, EPOCH)
-    served.serve.begin(EPOCH)
-    team.run(served.serve.program)
+    served.run()
     answers, numbers = served.answers(0, len(misses))
     assert numbers == {sequence(EPOCH, 1, 0)}
     for answer, miss in zip(answers, misses, strict=True):
         token, expert = int(miss & 0xFFFF) // N_USED, int(miss >> 16)
         expected = layers.expected(0, x[token : token + 1], expert)[0]
         assert np.array_equal(answer.view(np.uint32), expected.view(np.uint32))
-    served.serve.program.close()
 
 
-def test_a_step_that_is_repeated_is_computed_anew(team: Team) -> None:
+def test_a_step_that_is_repeated_is_computed_anew(serving: Serving) -> None:
     rng = np.random.default_rng(8)
-    layers = MoeLayers()
-    layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+    served = serving()
+    layers = served.layers
     misses = np.array([0 | 4 << 16], np.uint32)
     for _ in range(2):
         x = rng.normal(size=(1, 256)).astype(np.float32)
         served.post(0, layers.records(0, x), misses, EPOCH)
-        served.serve.begin(EPOCH)
-        team.run(served.serve.program)
+        served.run()
         expected = layers.expected(0, x, 4)
         assert np.array_equal(served.answers(0, 1)[0].view(np.uint32), expected.view(np.uint32))
-    served.serve.program.close()
 
 
-def test_layers_without_misses_are_passed_over(team: Team) -> None:
+def test_layers_without_misses_are_passed_over(team: Team, serving: Serving) -> None:
     rng = np.random.default_rng(5)
-    layers = MoeLayers()
-    for _ in range(4):
-        layers.add("Q4_K", "Q8_0", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 2, team)
+    served = serving(2, n_layers=4, formats=("Q4_K", "Q8_0"))
+    layers = served.layers
     x = rng.normal(size=(2, 256)).astype(np.float32)
     misses = random_misses(rng, 2, 0.7)
     served.post(2, layers.records(2, x), misses, 7)
     served.done[0] = 6
     served.serve.begin(7)
-    team.submit(served.serve.program)
+    team.submit(served.program)
     while len(served.answers(2, len(misses))[1]) != 1 or served.memory[128:136].max() == 0:
-        assert served.serve.program.running  # layer 3 may still be posted
+        assert served.program.running  # layer 3 may still be posted
     served.done[0] = 7
-    served.serve.program.wait()
+    served.program.wait()
     answers, numbers = served.answers(2, len(misses))
     assert numbers == {sequence(7, 4, 2)}
     token, expert = int(misses[0] & 0xFFFF) // N_USED, int(misses[0] >> 16)
     assert np.array_equal(answers[0], layers.expected(2, x[token : token + 1], expert)[0])
-    served.serve.program.close()
 
 
 @pytest.mark.parametrize("epoch", [1, (1 << 32) - 1])
-def test_numbers_go_on_where_they_wrap(epoch: int, team: Team) -> None:
-    layers = MoeLayers()
-    layers.add("Q8_0", "Q8_0", (64, 64), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+def test_numbers_go_on_where_they_wrap(epoch: int, team: Team, serving: Serving) -> None:
+    served = serving(formats=("Q8_0", "Q8_0"), sizes=(64, 64))
+    layers = served.layers
     before = (epoch - 1) % (1 << 32)
     for word in (exchange.POSTED, exchange.FORESEEN):
         served.memory[word:][:4].view(np.uint32)[0] = sequence(before, 1, 0)
     served.done[0] = before
     served.serve.begin(epoch)
-    team.submit(served.serve.program)
+    team.submit(served.program)
     x = np.ones((1, 64), np.float32)
     served.post(0, layers.records(0, x), np.array([2 | 4 << 16], np.uint32), epoch)
-    served.serve.program.wait()
+    served.program.wait()
     assert np.array_equal(served.answers(0, 1)[0][0], layers.expected(0, x, 4)[0])
-    served.serve.program.close()
 
 
-def test_a_step_that_is_given_up_ends(team: Team) -> None:
-    layers = MoeLayers()
-    layers.add("Q8_0", "Q8_0", (64, 64), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+def test_a_step_that_is_given_up_ends(team: Team, serving: Serving) -> None:
+    served = serving(formats=("Q8_0", "Q8_0"), sizes=(64, 64))
     served.serve.begin(3)
-    team.submit(served.serve.program)
-    assert served.serve.program.running
+    team.submit(served.program)
+    assert served.program.running
     served.serve.abort()
-    served.serve.program.wait()
-    served.serve.program.close()
+    served.program.wait()
 
 
 @pytest.mark.parametrize("by", ["the GPU", "the host"])
-def test_nobody_waits_for_a_chunk_of_a_step_that_is_given_up(by: str, team: Team) -> None:
+def test_nobody_waits_for_a_chunk_of_a_step_that_is_given_up(
+    by: str, team: Team, serving: Serving
+) -> None:
     """One of gate and up is missing; the other step in flight counts for nothing."""
-    layers = MoeLayers()
-    layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
-    program = served.serve.program
+    served = serving()
+    layers = served.layers
+    program = served.program
     x = np.ones((1, 256), np.float32)
     misses = np.array([0 | 4 << 16, 1 | 2 << 16], np.uint32)
     failed = served.memory[exchange.FAILED :][:16].view(np.uint32).reshape(2, 2)
@@ -192,30 +214,23 @@ def test_nobody_waits_for_a_chunk_of_a_step_that_is_given_up(by: str, team: Team
     assert 0 in served.answers(0, 2)[1]  # some words were never written
 
     served.post(0, layers.records(0, x), misses, EPOCH + 2)
-    served.serve.begin(EPOCH + 2)
-    team.run(program)
+    served.run(EPOCH + 2)
     expected = [layers.expected(0, x, expert)[0] for expert in (4, 2)]
     assert np.array_equal(served.answers(0, 2)[0], expected)
-    program.close()
 
 
-def test_a_forecast_that_nobody_looks_at_harms_nothing(team: Team) -> None:
-    layers = MoeLayers()
-    for _ in range(2):
-        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+def test_a_forecast_that_nobody_looks_at_harms_nothing(serving: Serving) -> None:
+    served = serving(n_layers=2)
+    layers = served.layers
     served.shared.missing[:] = 0
     forecast_of(served, [[0, 9, 8, 7, 6, 5]])
     x = np.ones((1, 256), np.float32)
     served.post(0, layers.records(0, x), np.array([5 << 16], np.uint32), EPOCH)
-    served.done[0] = EPOCH
-    served.serve.begin(EPOCH)
     with trouble([served.serve], 0, FORECAST, undone) as met:
-        team.run(served.serve.program)
+        served.run(is_last=True)
     assert met.n_met == 1
     assert served.shared.listed[0] == 0
     assert np.array_equal(served.answers(0, 1)[0][0], layers.expected(0, x, 5)[0])
-    served.serve.program.close()
 
 
 def forecast_of(served: Served, rows: list[list[float]]) -> None:
@@ -237,92 +252,67 @@ def forecast_of(served: Served, rows: list[list[float]]) -> None:
     ],
 )
 def test_a_forecast_names_what_the_cpu_would_have_to_compute(
-    rows: list[list[float]], expected: list[int], team: Team
+    rows: list[list[float]], expected: list[int], team: Team, serving: Serving
 ) -> None:
     """Three experts a token are chosen; 0, 1 and 4 of the next layer are on the GPU."""
-    layers = MoeLayers()
-    for _ in range(2):
-        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 2, team)
+    served = serving(2, n_layers=2)
+    layers = served.layers
     served.shared.missing[1] = [1, 1, 0, 0, 1, 0]
     x = np.ones((len(rows), 256), np.float32)
     forecast_of(served, rows)
     served.post(0, layers.records(0, x), np.array([1 | 5 << 16], np.uint32), EPOCH)
-    served.done[0] = EPOCH
-    served.serve.begin(EPOCH)
-    team.run(served.serve.program)
+    served.run(is_last=True)
     n_listed = int(served.shared.listed[0])
     assert served.shared.listed[1 : 1 + n_listed].tolist() == expected
-    fetches = served.serve.program.names.index("1.fetch_ahead")
-    assert served.serve.program.n_chunks[fetches] == (team.n_threads if expected else 0)
-    served.serve.program.close()
+    fetches = served.program.names.index("1.fetch_ahead")
+    assert served.program.n_chunks[fetches] == (team.n_threads if expected else 0)
 
 
 @pytest.mark.parametrize("foreseen", [0, 1, 2])
 def test_a_forecast_without_misses_is_taken_while_it_is_the_last_one(
-    foreseen: int, team: Team
+    foreseen: int, team: Team, serving: Serving
 ) -> None:
     """Of layer 0, or a later one that passed meanwhile."""
-    layers = MoeLayers()
-    for _ in range(3):
-        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+    served = serving(n_layers=3)
     served.shared.missing[:] = 0
     forecast_of(served, [[0, 9, 8, 7, 6, 5]])
     served.memory[exchange.N_TOKENS :][:4].view(np.uint32)[0] = 1
     served.memory[exchange.FORESEEN :][:4].view(np.uint32)[0] = sequence(EPOCH, 3, foreseen)
-    served.done[0] = EPOCH
-    served.serve.begin(EPOCH)
-    team.run(served.serve.program)
-    names, chunks = served.serve.program.names, served.serve.program.n_chunks
+    served.run(is_last=True)
+    names, chunks = served.program.names, served.program.n_chunks
     fetched = [chunks[names.index(f"{layer}.fetch_ahead")] for layer in (1, 2)]
     assert fetched == [team.n_threads * (foreseen == layer) for layer in (0, 1)]
     assert served.shared.listed[0] == (3 if foreseen < 2 else 0)
-    served.serve.program.close()
 
 
-def test_a_forecast_that_is_torn_harms_nothing(team: Team) -> None:
-    layers = MoeLayers()
-    for _ in range(2):
-        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+def test_a_forecast_that_is_torn_harms_nothing(serving: Serving) -> None:
+    served = serving(n_layers=2)
+    layers = served.layers
     served.shared.missing[:] = 0
     forecast_of(served, [[np.nan, np.nan, np.nan, 1, np.nan, np.inf]])
     x = np.ones((1, 256), np.float32)
     served.post(0, layers.records(0, x), np.array([5 << 16], np.uint32), EPOCH)
-    served.done[0] = EPOCH
-    served.serve.begin(EPOCH)
-    team.run(served.serve.program)
+    served.run(is_last=True)
     assert np.array_equal(served.answers(0, 1)[0][0], layers.expected(0, x, 5)[0])
-    served.serve.program.close()
 
 
-def test_without_a_forecast_nothing_is_fetched_ahead(team: Team) -> None:
-    layers = MoeLayers()
-    for _ in range(2):
-        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+def test_without_a_forecast_nothing_is_fetched_ahead(serving: Serving) -> None:
+    served = serving(n_layers=2)
+    layers = served.layers
     served.shared.missing[:] = 0
     served.post(0, layers.records(0, np.ones((1, 256), np.float32)), np.array([5 << 16]), EPOCH)
-    served.done[0] = EPOCH
-    served.serve.begin(EPOCH)
-    team.run(served.serve.program)
+    served.run(is_last=True)
     assert served.shared.listed[0] == 0
-    served.serve.program.close()
 
 
-def test_a_late_worker_fetches_nothing_once_the_gpu_has_posted(team: Team) -> None:
+def test_a_late_worker_fetches_nothing_once_the_gpu_has_posted(serving: Serving) -> None:
     """What the second layer misses is posted before the first one's program begins."""
-    layers = MoeLayers()
-    for _ in range(2):
-        layers.add("Q4_K", "Q4_K", (256, 256), N_EXPERT, N_USED)
-    served = Served(layers, 1, team)
+    served = serving(n_layers=2)
+    layers = served.layers
     served.shared.missing[:] = 0
     x = np.ones((1, 256), np.float32)
     forecast_of(served, [[1, 2, 3, 4, 5, 6]])
     served.post(1, layers.records(1, x), np.array([5 << 16], np.uint32), EPOCH)
-    served.serve.begin(EPOCH)
-    team.run(served.serve.program)
+    served.run()
     assert served.shared.listed[0] == 0
     assert np.array_equal(served.answers(1, 1)[0][0], layers.expected(1, x, 5)[0])
-    served.serve.program.close()

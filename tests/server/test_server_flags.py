@@ -87,41 +87,13 @@ def test_bad_environment_names_the_variable() -> None:
 def test_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# mine\nk2\n\n k3 \n")
-    given = parse(
-        *[
-            "-a",
-            "one,two",
-            "--api-key",
-            "k1",
-            "-c",
-            "64",
-            "-np",
-            "2",
-            "-t",
-            "3",
-            "-ub",
-            "32",
-            "-b",
-            "16",
-            "-ctk",
-            "q8_0",
-            "--temp",
-            "0",
-            "-n",
-            "7",
-        ],
-        *f"--api-key-file {keys} --samplers top_k;temperature -l 15+1 -r STOP".split(),
-        *[
-            "--reasoning",
-            "off",
-            "--no-prefill-assistant",
-            "--no-cache-prompt",
-            "--ctx-checkpoints",
-            "5",
-            "--cors-origins",
-            "http://a.b",
-        ],
+    words = (
+        "-a one,two --api-key k1 -c 64 -np 2 -t 3 -ub 32 -b 16 -ctk q8_0 --temp 0 -n 7 "
+        f"--api-key-file {keys} --samplers top_k;temperature -l 15+1 -r STOP "
+        "--reasoning off --no-prefill-assistant --no-cache-prompt --ctx-checkpoints 5 "
+        "--cors-origins http://a.b"
     )
+    given = parse(*words.split())
     settings = server_settings(given)
     assert settings.aliases == ("one", "two")
     assert settings.api_keys == ("k1", "k2", "k3")

@@ -60,6 +60,12 @@ class KVPages:
         steps = {"f32": 1e-6, "f16": 2**-8, "q8_0": 4 / 127}
         return max(steps[self.k_cache], steps[self.v_cache])
 
+    def in_steps(self, tolerance: float) -> F32:
+        """All keys, then all values, so small that a difference of a rounding step, to whose other
+        side a value may fall, is the tolerance."""
+        weight = np.float32(tolerance / max(tolerance, self.step))
+        return weight * np.concatenate([part.ravel() for part in self.decoded()])
+
     def store(self, page: int, cell: int, k: F32, v: F32) -> None:
         """One token's keys f32[n_head_kv, dim_k] and values f32[n_head_kv, dim_v]."""
         padded = np.zeros((self.n_head_kv, self.k_layout.padded_dim), np.float32)

@@ -17,18 +17,8 @@ from tests.support.machines import Machine
 
 def run_join(dim_v: int, setting: Setting, overlapped: bool, m: Machine) -> Outcome:
     """f32 rows, then the records of both kinds: those of the rows that the kernel gave."""
-    s, generator = setting, np.random.default_rng(8)
-    splits = s.n_splits
-    n = len(s.tokens)
-    o = generator.normal(size=(n + 1, splits, s.n_head, dim_v)).astype(np.float32)
-    state = np.empty((n + 1, splits, s.n_head, 2), np.float32)
-    state[..., 0] = generator.normal(size=state.shape[:-1]) * 3
-    state[..., 1] = generator.uniform(1, 30, state.shape[:-1])
-    for token, (_, position) in enumerate(s.tokens):
-        n_parts = parts_of(position, s)
-        o[token, n_parts:], state[token, n_parts:] = np.nan, np.nan
-    if setting.window:
-        state[0, 0, :, 0], state[0, 0, :, 1], o[0, 0] = -np.inf, 0, 0  # nothing seen there
+    s, generator, n = setting, np.random.default_rng(8), len(setting.tokens)
+    o, state = _parts(s, dim_v, generator)
     n_values = s.n_head * dim_v
     sinks = generator.normal(size=s.n_head).astype(np.float32)
     gates = generator.normal(size=(n, s.n_head, dim_v + 16)).astype(np.float32)
@@ -50,7 +40,7 @@ def run_join(dim_v: int, setting: Setting, overlapped: bool, m: Machine) -> Outc
         "records_32": records_32,
         "n_head": s.n_head,
         "dim_v": dim_v,
-        "n_splits": splits,
+        "n_splits": s.n_splits,
         "window": s.window,
         "max_splits": s.max_splits,
         "gate_row": gates[0].size,
@@ -59,10 +49,8 @@ def run_join(dim_v: int, setting: Setting, overlapped: bool, m: Machine) -> Outc
         **dict(zip(("scales_32", "sums_32", "bytes_32"), layout_32, strict=True)),
         "value_scale": s.value_scale,
     }
-    kernel, grid = (
-        attention_join(overlapped=overlapped),
-        attention_join_grid(s.n_head, dim_v, n + 1),
-    )
+    kernel = attention_join(overlapped=overlapped)
+    grid = attention_join_grid(s.n_head, dim_v, n + 1)
     m.launch(kernel, grid, arguments)
     rows = m.read(out, np.float32, (n + 1, n_values))
     expected = np.full(rows.shape, 7.5, np.float32)
@@ -86,6 +74,20 @@ def run_join(dim_v: int, setting: Setting, overlapped: bool, m: Machine) -> Outc
         np.concatenate([b.ravel().astype(np.float32) for _, b in compared]),
         TOLERANCE,
     )
+
+
+def _parts(s: Setting, dim_v: int, generator: np.random.Generator) -> tuple[F32, F32]:
+    """What `attention` leaves: values, and peaks and totals; NaN where a token has no part."""
+    o = generator.normal(size=(len(s.tokens) + 1, s.n_splits, s.n_head, dim_v)).astype(np.float32)
+    state = np.empty((*o.shape[:-1], 2), np.float32)
+    state[..., 0] = generator.normal(size=state.shape[:-1]) * 3
+    state[..., 1] = generator.uniform(1, 30, state.shape[:-1])
+    for token, (_, position) in enumerate(s.tokens):
+        n_parts = parts_of(position, s)
+        o[token, n_parts:], state[token, n_parts:] = np.nan, np.nan
+    if s.window:
+        state[0, 0, :, 0], state[0, 0, :, 1], o[0, 0] = -np.inf, 0, 0  # nothing seen there
+    return o, state
 
 
 def _joined(o: Array, state: Array, n_parts: int, sinks: F32, s: Setting) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.gpu.kernel import Kernel
+from ops.quants.block import F32
 from tests.support.machines import Machine
 
 Array = NDArray[Any]
@@ -50,6 +51,24 @@ class Case:
     kernel: Kernel
     run: Callable[[Machine], Outcome]
     large: bool = False
+
+
+def normal_of(rng: np.random.Generator) -> Callable[..., F32]:
+    """What gives f32 of a shape, normally distributed."""
+    return lambda *shape: rng.normal(size=shape).astype(np.float32)
+
+
+def given(m: Machine, array: Array | None, there: object = True) -> int:
+    """The place of an input, or 0 for one that is not there."""
+    return m.place(array, writable=False) if array is not None and there else 0
+
+
+def joined_bytes(parts: Iterable[Array]) -> Array:
+    """The bytes of arrays one after another, one NaN for every NaN."""
+    alike = [
+        np.where(np.isnan(p), np.float32(np.nan), p) if p.dtype.kind == "f" else p for p in parts
+    ]
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in alike])
 
 
 def same_bits(result: Array, expected: Array) -> bool:

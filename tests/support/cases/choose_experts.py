@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout, quantize_rows
 from ops.gpu.choose_experts import (
@@ -23,17 +22,16 @@ from ops.gpu.router import (
     SOFTMAX,
     SOFTMAX_SELECTED,
     Routing,
-    in_place,
-    in_place_word,
     route_reference,
     sigmoid,
 )
 from ops.quants import BlockFormat
 from ops.quants.block import F32, ActivationKind
 from tests.support.blocks import random_rows
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Array, Case, Outcome, given, normal_of
 from tests.support.cases.expert import place_matrix
 from tests.support.cases.norm import differing, put_record
+from tests.support.cases.router import ExpertTable
 from tests.support.machines import Machine
 
 RELATIVE, EPS = 1e-6, 1e-6
@@ -106,9 +104,7 @@ class Operands:
         rng = np.random.default_rng(setting.n)
         shape = setting.tokens, setting.n
 
-        def normal(*shape: int) -> F32:
-            return rng.normal(size=shape).astype(np.float32)
-
+        normal = normal_of(rng)
         self.x, self.delta, self.weight = normal(*shape), normal(*shape), normal(setting.n)
         sizes = [setting.n_expert, int(setting.shared), setting.ahead]
         self.rows = [n_rows for n_rows in sizes if n_rows]
@@ -125,24 +121,12 @@ class Operands:
         self.stride = self.starts[-1]
         self.n_polled = self.starts[1 + setting.shared]
         self.preference = normal(setting.n_expert) if setting.biased else None
-        self.table = rng.integers(1, 1 << 60, (setting.n_expert, 4), np.uint64)
-        self.host_rows = rng.integers(1, 1 << 60, self.table.shape, np.uint64)
-
-    def experts(self, choices: NDArray[np.int32], every: int) -> NDArray[np.uint64]:
-        """u64[n_slots, 4]: the rows of the chosen."""
-        flat = choices.reshape(-1)
-        rows = self.table[flat]
-        if every:
-            pulled = in_place(choices % 2 == 0, every).reshape(-1)
-            rows[pulled, :3] = self.host_rows[flat[pulled], :3]
-        return rows
+        self.table = ExpertTable(rng, setting.n_expert, setting.every)
 
     def place_matrices(self, machine: Machine) -> dict[str, float]:
         """Addresses of matrices and biases; a gate has no bias."""
         places = [place_matrix(machine, matrix) for matrix in self.matrices]
-        biases = [
-            0 if bias is None else machine.place(bias, writable=False) for bias in self.biases
-        ]
+        biases = [given(machine, bias) for bias in self.biases]
         n_ahead = self.rows[-1] if self.has_ahead else 0
         return {
             "router": places[0],
@@ -152,15 +136,6 @@ class Operands:
             "ahead_bias": biases[-1] if n_ahead else 0,
             "n_ahead": n_ahead,
         }
-
-    def place_table(self, machine: Machine, every: int) -> int:
-        """The address of the layer's experts."""
-        if every:
-            first = machine.place(self.host_rows, writable=False)
-            self.table[::2, :3] = 0
-            for expert in range(0, len(self.table), 2):
-                self.table[expert, 3] = in_place_word(first + 32 * expert, every)
-        return machine.place(self.table, writable=False)
 
     def products(self, fmt: BlockFormat, normed: F32) -> list[F32]:
         records = quantize_rows("f32", normed)
@@ -175,9 +150,7 @@ def run(setting: Setting, fmt: BlockFormat, launch: ChoiceLaunch, machine: Machi
     o, tokens, k = Operands(setting, fmt), setting.tokens, setting.routing.n_used
     launched = tokens + 1
     widths = {kind: activation_layout(kind, setting.n)[2] for kind in setting.kinds}
-    forms = {
-        kind: np.full((launched, width), UNTOUCHED, np.uint8) for kind, width in widths.items()
-    }
+    forms = {kind: np.full((launched, w), UNTOUCHED, np.uint8) for kind, w in widths.items()}
     outs: dict[str, Array] = {
         "x_to": np.full(o.x.shape, UNTOUCHED, np.float32),
         "y": np.full((tokens, o.stride), UNTOUCHED, np.float32),
@@ -219,17 +192,15 @@ def run(setting: Setting, fmt: BlockFormat, launch: ChoiceLaunch, machine: Machi
         expected["y"][:, at : at + setting.ahead] = products[-1]
     expected["choices"][:tokens], expected["weights"][:tokens] = choices, weights
     if setting.table:
-        expected["experts"][: tokens * k] = o.experts(choices, setting.every)
+        expected["experts"][: tokens * k] = o.table.of(choices)
         expected["experts"][tokens * k :] = 0
     if setting.shared:
         expected["shared_weights"][:tokens] = sigmoid(products[1][:, 0])
-    wrong = [
-        differing(machine.read(places[name], out.dtype, out.shape), out)
-        for name, out in expected.items()
-    ]
-    for kind, read in read_forms.items():
+    read = {name: machine.read(places[name], out.dtype, out.shape) for name, out in outs.items()}
+    wrong = [differing(read[name], out) for name, out in expected.items()]
+    for kind, records in read_forms.items():
         put_record(kind, setting.n, forms[kind][:tokens], quantize_rows(kind, normed))
-        wrong.append(differing(read, forms[kind]))
+        wrong.append(differing(records, forms[kind]))
     result = np.concatenate([np.array(wrong), (normed / expected_normed).reshape(-1)])
     return Outcome(result, np.concatenate([np.zeros(len(wrong)), np.ones(normed.size)]), RELATIVE)
 
@@ -239,31 +210,21 @@ FORMS: dict[str, ActivationKind] = {"out_f32": "f32", "q8_256": "q8_256", "q8_32
 
 def _given(setting: Setting, o: Operands, machine: Machine) -> dict[str, float]:
     """What a launch reads."""
-
-    def given(array: Array | None, there: object = True) -> int:
-        return machine.place(array, writable=False) if array is not None and there else 0
-
-    routing = setting.routing
     return {
         **o.place_matrices(machine),
-        "x": given(o.x),
+        "x": given(machine, o.x),
         "n": setting.n,
-        "count": given(np.array([setting.tokens], np.uint32)),
-        "delta": given(o.delta, setting.delta),
-        "weight": given(o.weight),
+        "count": given(machine, np.array([setting.tokens], np.uint32)),
+        "delta": given(machine, o.delta, setting.delta),
+        "weight": given(machine, o.weight),
         "eps": EPS,
         "y_stride": o.stride,
         "n_polled": o.n_polled,
         "gate_column": o.starts[1] if setting.shared else 0,
-        "bias": given(o.preference),
+        "bias": given(machine, o.preference),
         "n_expert": setting.n_expert,
-        "n_used": routing.n_used,
-        "score": routing.score,
-        "n_groups": routing.n_groups,
-        "n_groups_used": routing.n_groups_used,
-        "renormalise": int(routing.renormalise),
-        "scale": routing.scale,
-        "table": o.place_table(machine, setting.every) if setting.table else 0,
+        **asdict(setting.routing),
+        "table": o.table.place(machine) if setting.table else 0,
         "in_place": int(setting.every > 0),
     }
 

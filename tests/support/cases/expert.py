@@ -31,7 +31,7 @@ from ops.gpu.row_launch import (
 from ops.quants import FORMATS, BlockFormat
 from ops.quants.block import F32
 from tests.support.blocks import random_rows
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Array, Case, Outcome, given
 from tests.support.machines import Machine
 
 UNTOUCHED = np.float32(7.5)
@@ -135,10 +135,10 @@ def run_gate_up(fmt: BlockFormat, launch: RowLaunch, shape: Experts, m: Machine)
         {
             "records": m.place(records, writable=False),
             "h": h,
-            "gate_scales": _optional(m, shape, scales[0]),
-            "gate_biases": _optional(m, shape, biases[0]),
-            "up_scales": _optional(m, shape, scales[1]),
-            "up_biases": _optional(m, shape, biases[1]),
+            "gate_scales": given(m, scales[0], shape.finished),
+            "gate_biases": given(m, biases[0], shape.finished),
+            "up_scales": given(m, scales[1], shape.finished),
+            "up_biases": given(m, biases[1], shape.finished),
             "n_used": 2,
             "activation": ACTIVATION_NUMBERS[shape.activation],
             "limit": LIMIT,
@@ -172,8 +172,8 @@ def run_down(fmt: BlockFormat, launch: RowLaunch, shape: Experts, m: Machine) ->
         {
             "h": m.place(h, writable=False),
             "y": y,
-            "scales": _optional(m, shape, scales),
-            "biases": _optional(m, shape, biases),
+            "scales": given(m, scales, shape.finished),
+            "biases": given(m, biases, shape.finished),
             **_common(fmt, launch, shape, experts, m),
         },
         shared_bytes=launch.shared_bytes(fmt, n),
@@ -189,7 +189,7 @@ def _common(
     return {
         "experts": m.place(experts, writable=False),
         "table": place_table(m, fmt),
-        "choices": _optional(m, shape, np.array(CHOICES, np.int32)),
+        "choices": given(m, np.array(CHOICES, np.int32), shape.finished),
         "n": shape.n,
         "n_rows": shape.n_rows,
         "rounds": launch.rounds,
@@ -212,11 +212,6 @@ def _finish(shape: Experts, n_matrices: int) -> tuple[F32, F32]:
     scales = rng.uniform(0.5, 2, size=(n_matrices, N_EXPERTS)).astype(np.float32)
     biases = rng.normal(size=(n_matrices, N_EXPERTS, shape.n_rows)).astype(np.float32)
     return scales, biases
-
-
-def _optional(m: Machine, shape: Experts, values: Array) -> int:
-    """The address of an operand that only finished products have, else 0."""
-    return m.place(values, writable=False) if shape.finished else 0
 
 
 def cases() -> Iterator[Case]:

@@ -21,8 +21,8 @@ from ops.gpu.gated_streams import (
     sum_grid,
 )
 from ops.gpu.streams import N_STREAM, enter_reference, gated_mean_reference
-from ops.quants.block import F32
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.block_output import BlockOutput
+from tests.support.cases.case import Case, Outcome, given, normal_of
 from tests.support.cases.streams import EPS, TOLERANCE, Forms, Kinds
 from tests.support.machines import Machine
 
@@ -73,18 +73,9 @@ SUMS: tuple[tuple[int, Kinds], ...] = (
 def run_gate(s: Gating, overlapped: bool, m: Machine) -> Outcome:
     """The streams, and the sums over each block's part."""
     rng = np.random.default_rng(s.n + s.k)
-
-    def normal(*shape: int) -> F32:
-        return rng.normal(size=shape).astype(np.float32)
-
-    def given(array: Array, there: object = True) -> int:
-        return m.place(array, writable=False) if there else 0
-
-    n, rows, k = s.n, s.rows, s.k
-    r, delta = normal(rows + 1, N_STREAM, n), normal(rows, n)
-    outputs, weights, shared = normal(rows * k, n), normal(rows, k), normal(rows, n)
-    shared_weights = rng.random(rows).astype(np.float32)
-    slots = rng.permutation(rows * k).astype(np.int32).reshape(rows, k)
+    normal, n, rows = normal_of(rng), s.n, s.rows
+    r = normal(rows + 1, N_STREAM, n)
+    output = BlockOutput.drawn(rng, rows, n, s.k)
     returns, weight = normal(rows, N_STREAM), normal(N_STREAM, n)
     inject = normal(N_STREAM, N_STREAM, n) * np.float32(n**-0.5)
     tokens = np.arange(rows, dtype=np.int32)[::-1].copy()
@@ -96,28 +87,19 @@ def run_gate(s: Gating, overlapped: bool, m: Machine) -> Outcome:
         {
             "x": x,
             "n": n,
-            "count": given(np.array([rows], np.uint32)),
-            "tokens": given(tokens, s.gather),
-            "delta": given(delta),
-            "expert_out": given(outputs, k),
-            "slots": given(slots, k),
-            "weights": given(weights, k),
-            "n_used": k,
-            "shared": given(shared, k),
-            "shared_weights": given(shared_weights, k),
+            "count": given(m, np.array([rows], np.uint32)),
+            "tokens": given(m, tokens, s.gather),
+            **output.fields(m),
             "returning": s.returning,
-            "returns": given(returns),
-            "inject": given(inject, s.injects),
-            "weight": given(weight),
+            "returns": given(m, returns),
+            "inject": given(m, inject, s.injects),
+            "weight": given(m, weight),
             "sums": sums,
         },
     )
-    y = delta
-    if k:
-        y = y + (weights[..., None] * outputs[slots]).sum(axis=1) + shared_weights[:, None] * shared
     order = tokens if s.gather else np.arange(rows)
     kind = streams.ENTER_GATED
-    changed, _ = enter_reference(r[order], y, s.returning, returns, kind, weight, EPS)
+    changed, _ = enter_reference(r[order], output.total, s.returning, returns, kind, weight, EPS)
     expected = r.copy()
     expected[order] = changed
     wanted = np.zeros((rows + 1, grid[0], N_SUMS))

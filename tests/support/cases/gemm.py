@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout, dot_rows, quantize_rows
 from ops.gpu.gemm import gemm, shipped_tiles
 from ops.gpu.gemm_float import FLOAT_FORMATS, ROWS, SHARED, TOKENS, gemm_float, gemm_float_grid
 from ops.gpu.kernel import Kernel
 from ops.quants import FORMATS, BlockFormat
-from ops.quants.block import F32
 from tests.support.blocks import random_rows
-from tests.support.cases.case import Case, Outcome
+from tests.support.cases.case import Case, Outcome, given
 from tests.support.cases.expert import activations, place_matrix, place_table
 from tests.support.machines import Machine
 
@@ -85,34 +83,29 @@ def run(target: Target, product: Product, m: Machine) -> Outcome:
                 continue
             table[group, 1 + column] = place_matrix(m, matrix)
             slots = slice(offsets[group], offsets[group + 1])
-            product_ = dot_rows(fmt, matrix, records[rows[slots]])
+            y_rows = dot_rows(fmt, matrix, records[rows[slots]])
             if p.extras:
-                product_ = product_ * factors[column, group] + bias[column, group]
-            expected[column, out_rows[slots], : p.n_rows] = product_
-    y = m.place(np.full((n_columns, n_slots, stride), UNTOUCHED))
+                y_rows = y_rows * factors[column, group] + bias[column, group]
+            expected[column, out_rows[slots], : p.n_rows] = y_rows
+    y = m.place(np.full(expected.shape, UNTOUCHED))
     scales_offset, sums_offset, record_bytes = activation_layout(fmt.activation, p.n)
-    counts = offsets if grouped else np.array([n_slots])
-    x, most, z = target.grid(p.n_rows, n_slots, n_groups if grouped else 0, n_columns)
-    tiles = sum(-(-count // target.tokens) for count in p.counts)
-    if tiles > most:
-        raise ValueError(f"{tiles} tiles do not fit in a grid of {most}")
     m.launch(
         target.kernel,
-        (x, tiles + 1, z),
+        _grid(target, p, n_columns),
         {
             "records": m.place(records, writable=False),
-            "rows": _optional(m, rows.astype(np.int32), p.extras),
-            "offsets": m.place(counts.astype(np.int32), writable=False),
+            "rows": given(m, rows.astype(np.int32), p.extras),
+            "offsets": given(m, (offsets if grouped else offsets[1:]).astype(np.int32)),
             "n_groups": n_groups if grouped else 0,
             "matrices": m.place(table, writable=False) if grouped else int(table[0, 1]),
             "column": 1,
             "table": place_table(m, fmt),
             "y": y,
             "y_step": 4 * n_slots * stride,
-            "out_rows": _optional(m, out_rows.astype(np.int32), p.extras),
-            "bias": _optional(m, bias, p.extras),
+            "out_rows": given(m, out_rows.astype(np.int32), p.extras),
+            "bias": given(m, bias, p.extras),
             "bias_step": 4 * n_groups * p.n_rows,
-            "factors": _optional(m, factors, p.extras),
+            "factors": given(m, factors, p.extras),
             "factors_step": 4 * n_groups,
             "n": p.n,
             "n_rows": p.n_rows,
@@ -126,8 +119,14 @@ def run(target: Target, product: Product, m: Machine) -> Outcome:
     return Outcome(m.read(y, np.float32, expected.shape), expected)
 
 
-def _optional(m: Machine, array: NDArray[np.int32] | F32, given: bool) -> int:
-    return m.place(array, writable=False) if given else 0
+def _grid(target: Target, p: Product, n_columns: int) -> tuple[int, int, int]:
+    """With one tile more than there are; fewer than the grid of a step, which knows no counts."""
+    n_groups = len(p.counts) if len(p.counts) > 1 else 0
+    x, most, z = target.grid(p.n_rows, sum(p.counts), n_groups, n_columns)
+    tiles = sum(-(-count // target.tokens) for count in p.counts)
+    if tiles > most:
+        raise ValueError(f"{tiles} tiles do not fit in a grid of {most}")
+    return x, tiles + 1, z
 
 
 def small(target: Target) -> list[Product]:

@@ -87,9 +87,9 @@ def run(shape: HeadsShape, overlapped: bool, m: Machine) -> Outcome:
     frequencies = 1e4 ** (-2.0 * np.arange(s.n_rot // 2) / max(1, s.n_rot))
     q = m.place(np.full((n_tokens + 1, s.n_head, s.dim_k), 7.5, np.float32))
     k_pages, v_pages = m.place(pages.keys), m.place(pages.values)
-    kernel = heads(overlapped=overlapped)
+    sizes = ("n_head", "n_head_kv", "dim_k", "dim_v", "n_rot", "magnitude")
     m.launch(
-        kernel,
+        heads(overlapped=overlapped),
         heads_grid(s.n_head, s.n_head_kv, n_tokens + 1),
         {
             "counts": m.place(np.array([n_tokens, 0, 0, 0], np.uint32), writable=False),
@@ -106,16 +106,11 @@ def run(shape: HeadsShape, overlapped: bool, m: Machine) -> Outcome:
             "q_stride": q_stride,
             "k_first": k_first,
             "v_first": v_first,
-            "n_head": s.n_head,
-            "n_head_kv": s.n_head_kv,
-            "dim_k": s.dim_k,
-            "dim_v": s.dim_v,
+            **{name: getattr(s, name) for name in sizes},
             "norm_kind": s.norm,
             "rope_kind": s.rope,
-            "n_rot": s.n_rot,
             "eps": EPS,
             "q_scale": Q_SCALE,
-            "magnitude": s.magnitude,
             **pages.parameters(),
         },
         shared_bytes=heads_shared_bytes(s.dim_k, s.dim_v),
@@ -130,11 +125,9 @@ def run(shape: HeadsShape, overlapped: bool, m: Machine) -> Outcome:
         expected[token] = Q_SCALE * wanted_q
         if CELL_PAGES[token] >= 0:
             pages.store(CELL_PAGES[token], POSITIONS[token] % PAGE_TOKENS, wanted_k, wanted_v)
-    # A value may fall to the other side of a rounding step of the cache.
-    weight = np.float32(TOLERANCE / max(TOLERANCE, pages.step))
     return Outcome(
-        np.concatenate([result.ravel(), *(weight * part.ravel() for part in stored.decoded())]),
-        np.concatenate([expected.ravel(), *(weight * part.ravel() for part in pages.decoded())]),
+        np.concatenate([result.ravel(), stored.in_steps(TOLERANCE)]),
+        np.concatenate([expected.ravel(), pages.in_steps(TOLERANCE)]),
         TOLERANCE,
     )
 

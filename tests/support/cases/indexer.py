@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ops.gpu.attention_copies import LIST_KEYS
 from ops.gpu.heads import turns_of
@@ -29,7 +28,7 @@ from ops.gpu.indexer import (
 )
 from ops.gpu.kernel import Kernel
 from ops.quants.block import F32
-from tests.support.cases.case import Case, Outcome
+from tests.support.cases.case import Case, Outcome, given, normal_of
 from tests.support.machines import Machine
 
 TOLERANCE = 2e-5
@@ -58,89 +57,102 @@ class Keys:
 KEYS = (Keys(128, 4, False, 64), Keys(16, 4, True, 0), Keys(32, 8, False, 16))
 
 
-def run_keys(s: Keys, overlapped: bool, m: Machine) -> Outcome:
-    """Pages, and the states of all slots."""
-    rng = np.random.default_rng(s.dim)
+class KeysStep:
+    """A step of all spans: what is given, and the pages and states that it changes."""
 
-    def normal(*shape: int) -> F32:
-        return rng.normal(size=shape).astype(np.float32)
+    def __init__(self, s: Keys) -> None:
+        self.s = s
+        normal = normal_of(np.random.default_rng(s.dim))
+        self.n = n = sum(count for count, _, _ in SPANS)
+        self.keys, self.gates = normal(n + 1, s.dim + 4), normal(n + 1, s.dim)
+        self.norm, self.bias, self.pool_bias = normal(s.dim), normal(s.dim), normal(s.block, s.dim)
+        self.slots = normal(N_SLOTS, (1 + s.layer) * s.block * s.dim + 8)
+        tables = np.arange(len(SPANS) * PAGES_EACH, dtype=np.int32)
+        self.tables = np.ascontiguousarray(tables.reshape(len(SPANS), -1)[:, ::-1])
+        shape = (tables.size, PAGE_TOKENS // s.block, s.dim)
+        self.pages = np.full(shape, UNTOUCHED, np.float32)
+        self.frequencies = 1e4 ** (-2.0 * np.arange(s.n_rot // 2) / max(1, s.n_rot))
+        self.rows = [row for row, (count, _, _) in enumerate(SPANS) for _ in range(count)]
+        firsts = np.cumsum([0, *(count for count, _, _ in SPANS[:-1])]).tolist()
+        self.spans = [(first, *span) for first, span in zip(firsts, SPANS, strict=True)]
 
-    n, dim, block = sum(count for count, _, _ in SPANS), s.dim, s.block
-    keys, gates = normal(n + 1, dim + 4), normal(n + 1, dim)
-    norm, bias, pool_bias = normal(dim), normal(dim), normal(block, dim)
-    n_parts = 2 if s.layer else 1
-    slots = normal(N_SLOTS, n_parts * block * dim + 8)
-    tables = np.arange(len(SPANS) * PAGES_EACH, dtype=np.int32).reshape(len(SPANS), -1)[:, ::-1]
-    pages = np.full((tables.size, PAGE_TOKENS // block, dim), UNTOUCHED, np.float32)
-    frequencies = 1e4 ** (-2.0 * np.arange(s.n_rot // 2) / max(1, s.n_rot))
-    spans, rows = [], []
-    for row, (count, position, slot) in enumerate(SPANS):
-        spans.append((len(rows), count, position, slot))
-        rows += [row] * count
-    states, page_place = m.place(slots), m.place(pages)
-
-    def given(array: NDArray[np.generic], there: bool = True) -> int:
-        return m.place(np.ascontiguousarray(array), writable=False) if there else 0
-
-    m.launch(
-        index_keys(overlapped=overlapped),
-        index_keys_grid(n + 1),
-        {
-            "counts": given(np.array([n, 0, len(SPANS), 0], np.uint32)),
-            "rows": given(np.array([*rows, 0], np.int32)),
-            "spans": given(np.array(spans, np.int32)),
-            "states": states,
-            "page_tables": given(tables),
-            "pages": page_place,
-            "keys": given(keys),
-            "gates": given(gates, s.layer),
-            "key_norm": given(norm),
-            "key_bias": given(bias, s.layer),
-            "pool_bias": given(pool_bias, s.layer),
-            "turns": given(turns_of(frequencies), s.n_rot > 0),
-            "slot_bytes": slots.strides[0],
+    def arguments(self, m: Machine) -> dict[str, float]:
+        """Without the places of pages and states."""
+        s, layer = self.s, self.s.layer
+        return {
+            "counts": given(m, np.array([self.n, 0, len(SPANS), 0], np.uint32)),
+            "rows": given(m, np.array([*self.rows, 0], np.int32)),
+            "spans": given(m, np.array(self.spans, np.int32)),
+            "page_tables": given(m, self.tables),
+            "keys": given(m, self.keys),
+            "gates": given(m, self.gates, layer),
+            "key_norm": given(m, self.norm),
+            "key_bias": given(m, self.bias, layer),
+            "pool_bias": given(m, self.pool_bias, layer),
+            "turns": given(m, turns_of(self.frequencies), s.n_rot > 0),
+            "slot_bytes": self.slots.strides[0],
             "table_stride": PAGES_EACH,
-            "page_bytes": pages.strides[0],
-            "keys_stride": keys.shape[1],
-            "gates_stride": dim,
-            "dim": dim,
-            "block": block,
+            "page_bytes": self.pages.strides[0],
+            "keys_stride": self.keys.shape[1],
+            "gates_stride": s.dim,
+            "dim": s.dim,
+            "block": s.block,
             "n_rot": s.n_rot,
             "eps": EPS,
             "key_eps": KEY_EPS,
             "magnitude": 1.0,
-            "late": int(s.layer),
-        },
-    )
-    normed = token_key_reference(keys[:, :dim], norm, bias if s.layer else None, KEY_EPS)
-    for row, (first, count, position, slot) in enumerate(spans):
-        kept = slots[slot, : n_parts * block * dim].reshape(n_parts, block, dim)
-        for i in range(count):
-            at = position + i
-            kept[0, at % block] = normed[first + i]
-            if s.layer:
-                kept[1, at % block] = gates[first + i]
-            if (at + 1) % block == 0:
-                base = at + 1 - block
-                page = pages[tables[row, base // PAGE_TOKENS]]
-                page[base % PAGE_TOKENS // block] = block_key_reference(
-                    kept[0],
-                    kept[1] + pool_bias if s.layer else None,
-                    None if s.layer else norm,
-                    base * frequencies,
-                    EPS,
-                )
-    result = [m.read(page_place, np.float32, pages.shape), m.read(states, np.float32, slots.shape)]
-    wanted = [pages, slots]
-    # What a complete block has left in a state is of no use: it is not compared.
-    for part in (result[1], slots):
-        for _, count, position, slot in spans:
-            used = (position + count) % block
-            kept = part[slot, : n_parts * block * dim].reshape(n_parts, block, dim)
-            kept[:, used if count else block :] = 0
+            "late": int(layer),
+        }
+
+    def kept(self, slots: F32, slot: int) -> F32:
+        """Of a slot the keys, and where there are some the gates, of an open block, as a view."""
+        n_parts, block, dim = 1 + self.s.layer, self.s.block, self.s.dim
+        return slots[slot, : n_parts * block * dim].reshape(n_parts, block, dim)
+
+    def perform(self) -> None:
+        """What the kernel does to pages and states."""
+        layer, block = self.s.layer, self.s.block
+        bias = self.bias if layer else None
+        normed = token_key_reference(self.keys[:, : self.s.dim], self.norm, bias, KEY_EPS)
+        for row, (first, count, position, slot) in enumerate(self.spans):
+            kept = self.kept(self.slots, slot)
+            for i in range(count):
+                at = position + i
+                kept[0, at % block] = normed[first + i]
+                if layer:
+                    kept[1, at % block] = self.gates[first + i]
+                if (at + 1) % block == 0:
+                    base = at + 1 - block
+                    page = self.pages[self.tables[row, base // PAGE_TOKENS]]
+                    page[base % PAGE_TOKENS // block] = block_key_reference(
+                        kept[0],
+                        kept[1] + self.pool_bias if layer else None,
+                        None if layer else self.norm,
+                        base * self.frequencies,
+                        EPS,
+                    )
+
+    def forget_complete(self, slots: F32) -> None:
+        """What a complete block has left in a state is of no use: it is not compared."""
+        for _, count, position, slot in self.spans:
+            used = (position + count) % self.s.block if count else self.s.block
+            self.kept(slots, slot)[:, used:] = 0
+
+
+def run_keys(s: Keys, overlapped: bool, m: Machine) -> Outcome:
+    """Pages, and the states of all slots."""
+    step = KeysStep(s)
+    states, pages = m.place(step.slots), m.place(step.pages)
+    arguments = step.arguments(m) | {"states": states, "pages": pages}
+    m.launch(index_keys(overlapped=overlapped), index_keys_grid(step.n + 1), arguments)
+    step.perform()
+    result = [m.read(pages, np.float32, step.pages.shape)]
+    result.append(m.read(states, np.float32, step.slots.shape))
+    for slots in (result[1], step.slots):
+        step.forget_complete(slots)
     return Outcome(
         np.concatenate([part.reshape(-1) for part in result]),
-        np.concatenate([part.reshape(-1) for part in wanted]),
+        np.concatenate([step.pages.reshape(-1), step.slots.reshape(-1)]),
         TOLERANCE,
     )
 

@@ -63,7 +63,7 @@ def run(s: LatentShape, overlapped: bool, m: Machine) -> Outcome:
     plain = np.full((n + 1, s.n_head, s.dim_nope), 7.5, np.float32)
     queries = np.full((n + 1, s.n_head, dim_k), 7.5, np.float32)
     places = [m.place(array) for array in (plain, queries, pages.keys, pages.values)]
-    layout = pages.parameters()
+    sizes = ("n_head", "dim_nope", "dim_rope", "dim_latent", "n_rot")
     m.launch(
         latent_heads(overlapped=overlapped),
         latent_heads_grid(s.n_head, n + 1),
@@ -79,13 +79,9 @@ def run(s: LatentShape, overlapped: bool, m: Machine) -> Outcome:
             **({"v_pages": 0} if s.once else {}),
             "q_row": s.n_head * dim_q,
             "latent_row": rows.shape[1],
-            "n_head": s.n_head,
-            "dim_nope": s.dim_nope,
-            "dim_rope": s.dim_rope,
-            "dim_latent": s.dim_latent,
+            **{name: getattr(s, name) for name in sizes},
             "rope_kind": s.rope,
-            "n_rot": s.n_rot,
-            **{k: v for k, v in layout.items() if not k.endswith("head_bytes")},
+            **{k: v for k, v in pages.parameters().items() if not k.endswith("head_bytes")},
             "eps": EPS,
             "q_scale": Q_SCALE,
             "magnitude": 1.0,
@@ -109,19 +105,12 @@ def run(s: LatentShape, overlapped: bool, m: Machine) -> Outcome:
         key = np.concatenate([latent, heads_reference(part, None, angles, neox, 1.0, EPS)], 1)
         if CELL_PAGES[token] >= 0:
             pages.store(CELL_PAGES[token], position % PAGE_TOKENS, key, latent)
-    weight = np.float32(TOLERANCE / max(TOLERANCE, pages.step))
-    stored = pages.like(*got[2:])
+    stored = pages.like(*got[2:]).in_steps(TOLERANCE)
     return Outcome(
-        np.concatenate([*(a.ravel() for a in got[:2]), *_weighted(stored, weight)]),
-        np.concatenate([plain.ravel(), queries.ravel(), *_weighted(pages, weight)]),
+        np.concatenate([*(a.ravel() for a in got[:2]), stored]),
+        np.concatenate([plain.ravel(), queries.ravel(), pages.in_steps(TOLERANCE)]),
         TOLERANCE,
     )
-
-
-def _weighted(
-    pages: KVPages, weight: np.float32
-) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
-    return [weight * part.ravel() for part in pages.decoded()]
 
 
 def cases() -> Iterator[Case]:

@@ -14,7 +14,7 @@ import numpy as np
 from ops import exchange
 from ops.exchange import ExchangeLayout, failed_number, sequence
 from ops.gpu.mailbox import STATE_BYTES, Forecast, MailboxLaunch, mailbox, mailbox_reference
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Array, Case, Outcome, given
 from tests.support.machines import Machine
 
 EPOCH, N_LAYERS, LAYER = 0xF012_3456, 48, 17
@@ -75,79 +75,98 @@ LARGE = {
 }
 
 
-def run(shape: Shape, machine: Machine) -> Outcome:
-    """Launch it over an exchange in which the answers wait."""
-    rng = np.random.default_rng(shape.n_rows)
-    launch = MailboxLaunch(
-        shape.most_tokens * shape.n_used, shape.most_tokens, shape.record_bytes, shape.n_rows
-    )
-    layout = ExchangeLayout(
-        launch.n_slots, launch.n_tokens, shape.record_bytes, shape.n_rows, shape.forecast_bytes
-    )
-    n_slots = shape.n_tokens * shape.n_used
-    missing = list(range(0, n_slots, shape.every)) if shape.every else []
-    table = rng.integers(1, 1 << 40, (launch.n_slots, 4), np.uint64)
-    table[missing] = 0
-    choices = rng.integers(0, 1 << 16, launch.n_slots).astype(np.int32)
-    records = rng.integers(0, 256, (launch.n_tokens, shape.record_bytes)).astype(np.uint8)
-    forecast = rng.integers(0, 256, shape.forecast_bytes).astype(np.uint8)
-    answers = rng.normal(size=(len(missing), shape.n_rows)).astype(np.float32)
-    y = np.full((launch.n_slots, shape.n_rows), np.float32(7.5))
-    order = rng.permutation(n_slots).astype(np.int32)
-    number = sequence(shape.epoch, N_LAYERS, LAYER)
-    shared = _exchange(layout, number, None if shape.silent else answers)
-    state = np.zeros(4, np.uint32)
-    state[2 + shape.failed % 2] = failed_number(shape.failed)
-    places = {
-        "epoch": machine.place(np.array([shape.epoch], np.uint32), writable=False),
-        "counts": machine.place(
-            np.array([shape.n_tokens, 9, 9, shape.ahead], np.uint32), writable=False
-        ),
-        "experts": machine.place(table, writable=False),
-        "choices": machine.place(choices, writable=False),
-        "records": machine.place(records, writable=False),
-        "y": machine.place(y),
-        "slots": machine.place(order, writable=False) if shape.sorted else 0,
-        "exchange": machine.place(shared),
-        "state": machine.place(state.copy()),
-    }
-    at = machine.place(forecast, writable=False) if len(forecast) else 0
-    sizes = launch.sizes(layout, Forecast(at, FORECAST_STRIDE, len(forecast)))
-    if shape.n_publishers:
-        sizes["publishers"] = shape.n_publishers
-    machine.launch(
-        mailbox(),
-        (shape.n_blocks,) if shape.n_blocks else launch.grid,
-        {**places, **sizes, "patience": PATIENCE_NS, "layer": LAYER, "n_layers": N_LAYERS},
-        shared_bytes=launch.shared_bytes,
-    )
-    result = [
-        machine.read(places["y"], np.uint8, y.nbytes),
-        machine.read(places["exchange"], np.uint8, layout.n_bytes),
-        machine.read(places["state"], np.uint8, STATE_BYTES),
-    ]
-    runs = shape.failed != shape.epoch and not (shape.ahead and shape.failed == shape.epoch - 1)
-    if runs and (missing or len(forecast)):
-        _store(shared, exchange.N_TOKENS, shape.n_tokens)
-        _store(shared, exchange.FORECAST, FORECAST_STRIDE)
-        _store(shared, exchange.FORESEEN, number - 1 if missing else number)
-        shared[layout.forecasts_offset :][: len(forecast)] = forecast
-    if runs and missing:
-        _post(shared, layout, missing, choices, records[: shape.n_tokens])
-        _store(shared, exchange.POSTED, number)
+class Handing:
+    """One launch: what it is given, and what it changes: y, its state and the whole exchange."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        rng = np.random.default_rng(shape.n_rows)
+        n_bytes, n_rows, n_slots = shape.record_bytes, shape.n_rows, shape.n_tokens * shape.n_used
+        most = shape.most_tokens
+        self.launch = launch = MailboxLaunch(most * shape.n_used, most, n_bytes, n_rows)
+        self.layout = ExchangeLayout(launch.n_slots, most, n_bytes, n_rows, shape.forecast_bytes)
+        self.missing = list(range(0, n_slots, shape.every)) if shape.every else []
+        self.table = rng.integers(1, 1 << 40, (launch.n_slots, 4), np.uint64)
+        self.table[self.missing] = 0
+        self.choices = rng.integers(0, 1 << 16, launch.n_slots).astype(np.int32)
+        self.records = rng.integers(0, 256, (most, n_bytes)).astype(np.uint8)
+        self.forecast = rng.integers(0, 256, shape.forecast_bytes).astype(np.uint8)
+        self.answers = rng.normal(size=(len(self.missing), n_rows)).astype(np.float32)
+        self.y = np.full((launch.n_slots, n_rows), np.float32(7.5))
+        self.order = rng.permutation(n_slots).astype(np.int32)
+        self.number = sequence(shape.epoch, N_LAYERS, LAYER)
+        answers = None if shape.silent else self.answers
+        self.exchange = _exchange(self.layout, self.number, answers)
+        self.state = np.zeros(4, np.uint32)
+        self.state[2 + shape.failed % 2] = failed_number(shape.failed)
+
+    def arguments(self, m: Machine) -> dict[str, float]:
+        """Without the places of what it changes."""
+        shape, n_bytes = self.shape, len(self.forecast)
+        forecast = Forecast(given(m, self.forecast, n_bytes), FORECAST_STRIDE, n_bytes)
+        publishers = {"publishers": shape.n_publishers} if shape.n_publishers else {}
+        return {
+            "epoch": given(m, np.array([shape.epoch], np.uint32)),
+            "counts": given(m, np.array([shape.n_tokens, 9, 9, shape.ahead], np.uint32)),
+            "experts": given(m, self.table),
+            "choices": given(m, self.choices),
+            "records": given(m, self.records),
+            "slots": given(m, self.order, shape.sorted),
+            **self.launch.sizes(self.layout, forecast),
+            **publishers,
+            "patience": PATIENCE_NS,
+            "layer": LAYER,
+            "n_layers": N_LAYERS,
+        }
+
+    def perform(self) -> None:
+        """What the kernel does."""
+        shape, shared, missing = self.shape, self.exchange, self.missing
+        if shape.failed == shape.epoch or (shape.ahead and shape.failed == shape.epoch - 1):
+            return
+        if missing or len(self.forecast):
+            _store(shared, exchange.N_TOKENS, shape.n_tokens)
+            _store(shared, exchange.FORECAST, FORECAST_STRIDE)
+            _store(shared, exchange.FORESEEN, self.number - 1 if missing else self.number)
+            shared[self.layout.forecasts_offset :][: len(self.forecast)] = self.forecast
+        if not missing:
+            return
+        _post(shared, self.layout, missing, self.choices, self.records[: shape.n_tokens])
+        _store(shared, exchange.POSTED, self.number)
         if shape.silent:
             place = exchange.FAILED + 8 * (shape.epoch % 2)
             _store(shared, place, failed_number(shape.epoch))
             _store(shared, place + 4, LAYER)
-            state[2 + shape.epoch % 2] = failed_number(shape.epoch)
+            self.state[2 + shape.epoch % 2] = failed_number(shape.epoch)
         else:
-            rows = order[missing].tolist() if shape.sorted else missing
-            y = mailbox_reference(y, rows, answers)
+            rows = self.order[missing].tolist() if shape.sorted else missing
+            self.y = mailbox_reference(self.y, rows, self.answers)
+
+
+def run(shape: Shape, m: Machine) -> Outcome:
+    """Launch it over an exchange in which the answers wait."""
+    handing = Handing(shape)
+    launch = handing.launch
+    changed = {"y": handing.y, "exchange": handing.exchange, "state": handing.state}
+    places = {name: m.place(array.copy()) for name, array in changed.items()}
+    m.launch(
+        mailbox(),
+        (shape.n_blocks,) if shape.n_blocks else launch.grid,
+        handing.arguments(m) | places,
+        shared_bytes=launch.shared_bytes,
+    )
+    sizes = {"y": handing.y.nbytes, "exchange": handing.layout.n_bytes, "state": STATE_BYTES}
+    result = {name: m.read(at, np.uint8, sizes[name]) for name, at in places.items()}
+    handing.perform()
     # The list goes out in units of four: what lies behind its end does not matter.
-    behind = slice(exchange.MISSES + 4 * len(missing), layout.records_offset)
-    result[1][behind] = shared[behind]
-    expected = [y.reshape(-1).view(np.uint8), shared, state.view(np.uint8)]
-    return Outcome(np.concatenate(result), np.concatenate(expected))
+    behind = slice(exchange.MISSES + 4 * len(handing.missing), handing.layout.records_offset)
+    result["exchange"][behind] = handing.exchange[behind]
+    expected = [
+        handing.y.reshape(-1).view(np.uint8),
+        handing.exchange,
+        handing.state.view(np.uint8),
+    ]
+    return Outcome(np.concatenate(list(result.values())), np.concatenate(expected))
 
 
 def _exchange(layout: ExchangeLayout, number: int, answers: Array | None) -> Array:

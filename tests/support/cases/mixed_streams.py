@@ -25,8 +25,8 @@ from ops.gpu.streams import (
     mixed_input_grid,
     sinkhorn_reference,
 )
-from ops.quants.block import F32
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.block_output import BlockOutput
+from tests.support.cases.case import Case, Outcome, given, normal_of
 from tests.support.cases.streams import EPS, TOLERANCE, Forms, Kinds
 from tests.support.machines import Machine
 
@@ -69,18 +69,9 @@ INPUTS: tuple[tuple[int, Kinds, int], ...] = (
 def run_mix(s: Mixing, overlapped: bool, m: Machine) -> Outcome:
     """The streams, and the sums over each block's values."""
     rng = np.random.default_rng(s.n + s.k)
-
-    def normal(*shape: int) -> F32:
-        return rng.normal(size=shape).astype(np.float32)
-
-    def given(array: Array, there: object = True) -> int:
-        return m.place(array, writable=False) if there else 0
-
-    n, rows, k = s.n, s.rows, s.k
-    r, delta = normal(rows + 1, N_STREAM, n), normal(rows, n)
-    outputs, weights, shared = normal(rows * k, n), normal(rows, k), normal(rows, n)
-    shared_weights = rng.random(rows).astype(np.float32)
-    slots = rng.permutation(rows * k).astype(np.int32).reshape(rows, k)
+    normal, n, rows = normal_of(rng), s.n, s.rows
+    r = normal(rows + 1, N_STREAM, n)
+    output = BlockOutput.drawn(rng, rows, n, s.k, delta=s.delta)
     mix, base, scales = normal(rows, N_MIX), normal(N_MIX), normal(3)
     matrix = normal(N_MIX, N_STREAM, n) / np.float32(np.sqrt(N_STREAM * n))
     grid = mix_grid(n, rows + 1)
@@ -92,34 +83,25 @@ def run_mix(s: Mixing, overlapped: bool, m: Machine) -> Outcome:
         {
             "x": x,
             "n": n,
-            "count": given(np.array([rows], np.uint32)),
-            "delta": given(delta, s.delta),
-            "expert_out": given(outputs, k),
-            "slots": given(slots, k),
-            "weights": given(weights, k),
-            "n_used": k,
-            "shared": given(shared, k),
-            "shared_weights": given(shared_weights, k),
+            "count": given(m, np.array([rows], np.uint32)),
+            **output.fields(m),
             "returning": s.returning,
-            "mix": given(mix),
-            "base": given(base),
-            "scales": given(scales),
-            "matrix": given(matrix),
+            "mix": given(m, mix),
+            "base": given(m, base),
+            "scales": given(m, scales),
+            "matrix": given(m, matrix),
             "sums": sums,
             "n_iterations": N_ITERATIONS,
             "epsilon": EPSILON,
         },
         shared_bytes=MIX_SHARED_BYTES,
     )
-    y = delta
-    if k:
-        routed = (weights[..., None] * outputs[slots]).sum(axis=1)
-        y = delta * s.delta + routed + shared_weights[:, None] * shared
     returns = sinkhorn_reference(
         r[:rows], mix, base, scales, np.ones(n, np.float32), N_ITERATIONS, EPSILON, EPS
     )[1]
+    kind = kernels.ENTER_NOTHING
     streams, _ = enter_reference(
-        r[:rows], y, s.returning, returns, kernels.ENTER_NOTHING, shared[0], EPS
+        r[:rows], output.total, s.returning, returns, kind, np.ones(n, np.float32), EPS
     )
     expected = np.concatenate([streams, r[rows:]])
     found = m.read(x, np.float32, r.shape)

@@ -16,8 +16,7 @@ from ops.gpu.ngram_memory import (
     ngram_gate,
 )
 from ops.gpu.streams import BLOCKS, N_STREAM, block_of
-from ops.quants.block import F32
-from tests.support.cases.case import Case, Outcome
+from tests.support.cases.case import Case, Outcome, normal_of
 from tests.support.machines import Machine
 
 TOLERANCE = 2e-5
@@ -30,11 +29,7 @@ SPANS: Spans = ((14, 0, 1), (1, 7, 0), (4, 3, 3), (0, 3, 2), (2, 20, 2))
 
 def run_gate(n: int, rows: int, block: int, overlapped: bool, m: Machine) -> Outcome:
     """The streams, and what is convolved."""
-    rng = np.random.default_rng(n)
-
-    def normal(*shape: int) -> F32:
-        return rng.normal(size=shape).astype(np.float32)
-
+    normal = normal_of(np.random.default_rng(n))
     shape = (rows + 1, N_STREAM, n)
     x, keys, values = normal(*shape), normal(*shape), normal(rows + 1, n)
     keys[0, 1] = 0  # no product: the gate is a half
@@ -68,12 +63,8 @@ def run_convolution(
     n_channels: int, dilation: int, spans: Spans, overlapped: bool, m: Machine
 ) -> Outcome:
     """The streams, and the histories of all slots."""
-    rng = np.random.default_rng(n_channels)
+    normal = normal_of(np.random.default_rng(n_channels))
     n, n_rows = sum(count for count, _, _ in spans), 3 * dilation
-
-    def normal(*shape: int) -> F32:
-        return rng.normal(size=shape).astype(np.float32)
-
     u, x, taps = normal(n + 1, n_channels), normal(n + 1, n_channels), normal(n_channels, N_TAPS)
     slots = normal(4, n_rows * n_channels + 8)
     counts = np.array([n, 0, len(spans), 0], np.uint32)

@@ -12,7 +12,7 @@ from ops.arithmetic import activation_layout, quantize_rows
 from ops.gpu.kernel import Kernel
 from ops.gpu.norm import BLOCKS, norm, norm_of_block, norm_reference
 from ops.quants.block import ACTIVATION_GROUP, F32, SUM_ELEMS, U8, ActivationKind
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Array, Case, Outcome, given
 from tests.support.machines import Machine
 
 RELATIVE = 1e-6
@@ -145,23 +145,20 @@ def run(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
 def _arguments(
     setting: Setting, operands: Operands, x: int, outs: dict[ActivationKind, int], machine: Machine
 ) -> dict[str, float]:
-    def given(array: Array, there: object) -> int:
-        return machine.place(array, writable=False) if there else 0
-
     return {
         "x": x,
         "x_stride": operands.x.shape[1],
         "n": setting.n,
-        "count": given(np.array([setting.rows], np.uint32), setting.counted),
-        "tokens": given(operands.tokens, setting.gather),
-        "delta": given(operands.delta, setting.delta),
-        "expert_out": given(operands.outputs, setting.k),
-        "slots": given(operands.slots, setting.slots),
-        "weights": given(operands.weights, setting.k),
+        "count": given(machine, np.array([setting.rows], np.uint32), setting.counted),
+        "tokens": given(machine, operands.tokens, setting.gather),
+        "delta": given(machine, operands.delta, setting.delta),
+        "expert_out": given(machine, operands.outputs, setting.k),
+        "slots": given(machine, operands.slots, setting.slots),
+        "weights": given(machine, operands.weights, setting.k),
         "n_used": setting.k,
-        "shared": given(operands.shared, setting.shared),
-        "shared_weights": given(operands.shared_weights, setting.shared_weights),
-        "weight": given(operands.weight, setting.normed),
+        "shared": given(machine, operands.shared, setting.shared),
+        "shared_weights": given(machine, operands.shared_weights, setting.shared_weights),
+        "weight": given(machine, operands.weight, setting.normed),
         "out_f32": outs.get("f32", 0),
         "q8_256": outs.get("q8_256", 0),
         "q8_32": outs.get("q8_32", 0),

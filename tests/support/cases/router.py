@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ops.gpu.kernel import Kernel
 from ops.gpu.router import (
@@ -25,7 +26,7 @@ from ops.gpu.router import (
     sigmoid,
 )
 from ops.quants.block import F32
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Array, Case, Outcome, given, joined_bytes
 from tests.support.machines import Machine
 
 UNTOUCHED = 77
@@ -78,6 +79,34 @@ LARGE = {
 }
 
 
+class ExpertTable:
+    """A layer's rows of addresses; every other expert is read in place, by each `every`th token
+    that chooses it, where `every` is not 0."""
+
+    def __init__(self, rng: np.random.Generator, n_expert: int, every: int) -> None:
+        self._rows = rng.integers(1, 1 << 60, (n_expert, 4), np.uint64)
+        self._host_rows = rng.integers(1, 1 << 60, self._rows.shape, np.uint64)
+        self._every = every
+
+    def place(self, machine: Machine) -> int:
+        """Its address."""
+        if self._every:
+            first = given(machine, self._host_rows)
+            self._rows[::2, :3] = 0
+            for expert in range(0, len(self._rows), 2):
+                self._rows[expert, 3] = in_place_word(first + 32 * expert, self._every)
+        return given(machine, self._rows)
+
+    def of(self, choices: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """u64[n_slots, 4]: the rows of the chosen."""
+        flat = choices.reshape(-1)
+        rows = self._rows[flat]
+        if self._every:
+            pulled = in_place(choices % 2 == 0, self._every).reshape(-1)
+            rows[pulled, :3] = self._host_rows[flat[pulled], :3]
+        return rows
+
+
 def logits_of(setting: Setting) -> F32:
     """Plain rows, then ties and zeros of both signs, infinities, NaNs, and nothing but NaNs."""
     n = setting.n_expert
@@ -97,68 +126,44 @@ def run_route(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
     launched = tokens + setting.counted
     rng = np.random.default_rng(1)
     bias = rng.normal(size=n).astype(np.float32) if setting.biased else None
-    table = rng.integers(1, 1 << 60, (n, 4), np.uint64)
-    host_rows = rng.integers(1, 1 << 60, (n, 4), np.uint64)
-    if setting.every:
-        first_row = machine.place(host_rows, writable=False)
-        table[::2, :3] = 0
-        for expert in range(0, n, 2):
-            table[expert, 3] = in_place_word(first_row + 32 * expert, setting.every)
+    experts = ExpertTable(rng, n, setting.every)
     joined = np.zeros((tokens, n + setting.gap), np.float32)
     joined[:, :n] = logits
     gates = np.array([[0.5, 9], [-80, 9], [np.inf, 9], [np.nan, 9]], np.float32)
     gates = np.resize(gates, (tokens, 2))
-    outs = [
-        np.full((launched, k), UNTOUCHED, np.int32),
-        np.full((launched, k), UNTOUCHED, np.float32),
-        np.full((launched * k, 4), UNTOUCHED, np.uint64),
-        np.full(launched, UNTOUCHED, np.float32),
-    ]
-    places = [machine.place(out) for out in outs]
-
-    def given(array: Array | None, there: object = True) -> int:
-        return machine.place(array, writable=False) if array is not None and there else 0
-
+    outs: dict[str, Array] = {
+        "choices": np.full((launched, k), UNTOUCHED, np.int32),
+        "weights": np.full((launched, k), UNTOUCHED, np.float32),
+        "experts": np.full((launched * k, 4), UNTOUCHED, np.uint64),
+        "shared_weights": np.full(launched, UNTOUCHED, np.float32),
+    }
+    places = {name: machine.place(out) for name, out in outs.items()}
     machine.launch(
         kernel,
         (launched,),
         {
-            "logits": given(joined),
+            "logits": given(machine, joined),
             "logits_stride": n + setting.gap,
-            "count": given(np.array([tokens], np.uint32), setting.counted),
-            "bias": given(bias),
+            "count": given(machine, np.array([tokens], np.uint32), setting.counted),
+            "bias": given(machine, bias),
             "n_expert": n,
-            "n_used": k,
-            "score": routing.score,
-            "n_groups": routing.n_groups,
-            "n_groups_used": routing.n_groups_used,
-            "renormalise": int(routing.renormalise),
-            "scale": routing.scale,
-            "table": given(table, setting.table),
+            **asdict(routing),
+            "table": experts.place(machine) if setting.table else 0,
             "in_place": int(setting.every > 0),
-            "shared_logits": given(gates, setting.shared),
+            "shared_logits": given(machine, gates, setting.shared),
             "shared_stride": 2,
-            "choices": places[0],
-            "weights": places[1],
-            "experts": places[2],
-            "shared_weights": places[3],
+            **places,
         },
     )
     choices, weights = route_reference(logits, routing, bias)
-    expected = [out.copy() for out in outs]
-    expected[0][:tokens], expected[1][:tokens] = choices, weights
+    read = [machine.read(places[name], out.dtype, out.shape) for name, out in outs.items()]
+    outs["choices"][:tokens], outs["weights"][:tokens] = choices, weights
     if setting.table:
-        expected[2][: tokens * k] = table[choices.reshape(-1)]
-        if setting.every:
-            pulled = in_place(choices % 2 == 0, setting.every).reshape(-1)
-            expected[2][: tokens * k][pulled, :3] = host_rows[choices.reshape(-1)[pulled], :3]
-        expected[2][tokens * k :] = 0
+        outs["experts"][: tokens * k] = experts.of(choices)
+        outs["experts"][tokens * k :] = 0
     if setting.shared:
-        expected[3][:tokens] = sigmoid(gates[:, 0])
-    read = [
-        machine.read(place, out.dtype, out.shape) for place, out in zip(places, outs, strict=True)
-    ]
-    return Outcome(_joined(read), _joined(expected))
+        outs["shared_weights"][:tokens] = sigmoid(gates[:, 0])
+    return Outcome(joined_bytes(read), joined_bytes(outs.values()))
 
 
 def run_group(n_expert: int, tokens: int, k: int, kernel: Kernel, machine: Machine) -> Outcome:
@@ -190,14 +195,6 @@ def run_group(n_expert: int, tokens: int, k: int, kernel: Kernel, machine: Machi
     ]
     expected = [part.reshape(-1) for part in group_reference(choices, n_expert)]
     return Outcome(np.concatenate(result), np.concatenate(expected))
-
-
-def _joined(parts: list[Array]) -> Array:
-    """The bytes of arrays one after another, one NaN for every NaN."""
-    alike = [
-        np.where(np.isnan(p), np.float32(np.nan), p) if p.dtype.kind == "f" else p for p in parts
-    ]
-    return np.concatenate([np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in alike])
 
 
 def cases() -> Iterator[Case]:

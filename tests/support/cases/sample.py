@@ -15,7 +15,7 @@ from ops.quants.block import F32
 from runtime.engine.params import SamplingParams
 from runtime.engine.sampler import Sampler
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Case, Outcome, given
 from tests.support.machines import Machine
 
 UNTOUCHED = -7
@@ -68,20 +68,17 @@ def run(n_rows: int, n_vocab: int, counted: bool, kernel: Kernel, m: Machine) ->
         choice = Sampler(wanted, vocabulary).choose(logits[row], int(positions[row]))
         expected[row] = choice.id
 
-    def given(array: Array) -> int:
-        return m.place(array, writable=False)
-
     tokens = m.place(np.full(n_rows + counted, UNTOUCHED, np.int32))
     m.launch(
         kernel,
         (n_rows + counted,),
         {
-            "count": given(np.array([n_rows], np.uint32)) if counted else 0,
-            "k": given(np.array([p.top_k for p in params], np.int32)),
+            "count": given(m, np.array([n_rows], np.uint32), counted),
+            "k": given(m, np.array([p.top_k for p in params], np.int32)),
             "n_vocab": n_vocab,
-            "ids": given(ids),
-            "values": given(values),
-            "chains": given(chains),
+            "ids": given(m, ids),
+            "values": given(m, values),
+            "chains": given(m, chains),
             "tokens": tokens,
         },
     )

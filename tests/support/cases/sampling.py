@@ -20,7 +20,7 @@ from ops.gpu.sampling import (
     scratch_bytes,
 )
 from ops.quants.block import F32
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.case import Array, Case, Outcome, joined_bytes
 from tests.support.machines import Machine
 
 EPOCH = 9
@@ -146,11 +146,7 @@ def run(setting: Setting, kernel: Kernel, m: Machine) -> Outcome:
         outs[4][row] = best[0]
     result[1] += np.float32(0)  # -0 equals 0
     outs[1] += np.float32(0)
-    return Outcome(_joined(result), _joined(outs))
-
-
-def _joined(parts: list[Array]) -> Array:
-    return np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+    return Outcome(joined_bytes(result), joined_bytes(outs))
 
 
 def cases() -> Iterator[Case]:

@@ -25,7 +25,8 @@ from ops.gpu.streams import (
     sinkhorn_reference,
 )
 from ops.quants.block import F32, U8, ActivationKind
-from tests.support.cases.case import Array, Case, Outcome
+from tests.support.cases.block_output import BlockOutput
+from tests.support.cases.case import Array, Case, Outcome, given, normal_of
 from tests.support.machines import Machine
 
 TOLERANCE = 2e-5
@@ -135,18 +136,9 @@ class Forms:
 def run_enter(s: Entering, block: int, overlapped: bool, m: Machine) -> Outcome:
     """The streams, and the rows that enter."""
     rng = np.random.default_rng(s.n + s.k)
-
-    def normal(*shape: int) -> F32:
-        return rng.normal(size=shape).astype(np.float32)
-
-    def given(array: Array, there: object = True) -> int:
-        return m.place(array, writable=False) if there else 0
-
-    n, rows, k = s.n, s.rows, s.k
-    r, delta = normal(rows + 1, N_STREAM, n), normal(rows, n)
-    outputs, weights, shared = normal(rows * k, n), normal(rows, k), normal(rows, n)
-    shared_weights = rng.random(rows).astype(np.float32)
-    slots = rng.permutation(rows * k).astype(np.int32).reshape(rows, k)
+    normal, n, rows = normal_of(rng), s.n, s.rows
+    r = normal(rows + 1, N_STREAM, n)
+    output = BlockOutput.drawn(rng, rows, n, s.k, delta=s.delta)
     returns = np.pad(normal(rows, N_RETURNS), ((0, 0), (0, 4)))
     is_mean = s.kind == kernels.ENTER_MEAN
     weight = normal(n) if is_mean else normal(N_STREAM, n)
@@ -160,31 +152,21 @@ def run_enter(s: Entering, block: int, overlapped: bool, m: Machine) -> Outcome:
         {
             "x": x,
             "n": n,
-            "count": given(np.array([rows], np.uint32)),
-            "tokens": given(tokens, s.gather),
-            "delta": given(delta, s.delta),
-            "expert_out": given(outputs, k),
-            "slots": given(slots, k),
-            "weights": given(weights, k),
-            "n_used": k,
-            "shared": given(shared, k),
-            "shared_weights": given(shared_weights, k),
+            "count": given(m, np.array([rows], np.uint32)),
+            "tokens": given(m, tokens, s.gather),
+            **output.fields(m),
             "returning": s.returning,
-            "returns": given(returns),
+            "returns": given(m, returns),
             "returns_stride": returns.shape[1],
             "kind": s.kind,
-            "weight": given(weight),
+            "weight": given(m, weight),
             **forms.fields,
             "eps": EPS,
         },
     )
-    y = delta
-    if k:
-        routed = (weights[..., None] * outputs[slots]).sum(axis=1)
-        y = delta * s.delta + routed + shared_weights[:, None] * shared
     order = tokens if s.gather else np.arange(rows)
     streams, entering = enter_reference(
-        r[order], y, s.returning, returns[:, :N_RETURNS], s.kind, weight, EPS
+        r[order], output.total, s.returning, returns[:, :N_RETURNS], s.kind, weight, EPS
     )
     expected = r.copy()
     expected[order] = streams
