@@ -156,7 +156,7 @@ PLACEMENT = (
     Flag(names=("--moe-cache-window",), kind=int, env="LLAMA_ARG_MOE_CACHE_WINDOW", group="Placement",
          help="tokens that count as recent use, default 64; the same as --moe window=N"),
     Flag(names=("--moe",), kind=str, value="NAME=VALUE,...", env="LLAMA_ARG_MOE", group="Placement",
-         help="how experts on the GPU follow use: mode (cache, layers), policy, window, admit, margin, sticky, global-weight, halve-every"),
+         help="how experts on the GPU follow use: mode (cache, layers), misses (auto, cpu, 2, 3, 4), policy, window, admit, margin, sticky, global-weight, halve-every"),
     Flag(names=("--prefetch-experts-slots",), kind=int, env="LLAMA_ARG_PREFETCH_EXPERTS_SLOTS",
          group="Placement", help="slots for prefetching", no_effect=NO_TUNING),
 )  # fmt: skip
