@@ -14,24 +14,20 @@ from ops.cpu.memory import array, load_f32, load_i32
 from ops.cpu.rows import add_row, add_weighted, scale_by_row, scale_row
 from ops.cpu.vector import dot
 
+LAST_BLOCK = dict.fromkeys(
+    (
+        *("tokens", "delta", "delta_stride", "expert_out", "expert_stride", "slots", "weights"),
+        *("n_used", "shared", "shared_stride", "shared_weights", "moe_sum", "moe_sum_stride"),
+    ),
+    "i8",
+)
+"""Fields of what a block gave, see NORM."""
 NORM = args_record(
     "norm",
     x="i8",
     x_stride="i8",
     n="i8",
-    tokens="i8",
-    delta="i8",
-    delta_stride="i8",
-    expert_out="i8",
-    expert_stride="i8",
-    slots="i8",
-    weights="i8",
-    n_used="i8",
-    shared="i8",
-    shared_stride="i8",
-    shared_weights="i8",
-    moe_sum="i8",
-    moe_sum_stride="i8",
+    **LAST_BLOCK,
     weight="i8",
     out_f32="i8",
     out_f32_stride="i8",
@@ -52,6 +48,21 @@ moe_sum        f32[n_chunks][n], room for the sum of expert outputs before it is
 weight         f32[n], of the norm; 0: only the residual is updated
 out_*          the normalised row of chunk i as f32 or as an activation record
 """
+
+
+@kernel_njit
+def row_token(a, chunk):
+    """The token of a chunk."""
+    return np.int64(load_i32(a.tokens + 4 * chunk)) if a.tokens != 0 else np.int64(chunk)
+
+
+@kernel_njit
+def store_forms(a, chunk, row, n):
+    """The activation records of f32[n] at `row` that are wanted."""
+    if a.out_q8_256 != 0:
+        quantize_row(256, row, n, a.out_q8_256 + chunk * a.out_q8_256_stride)
+    if a.out_q8_32 != 0:
+        quantize_row(32, row, n, a.out_q8_32 + chunk * a.out_q8_32_stride)
 
 
 @kernel_njit
@@ -82,10 +93,7 @@ def rms_scale(x, n, eps):
 def norm(args: int, chunk: int, worker: int) -> None:
     """Residual and norm of one token: see NORM."""
     a = array(args, 1, NORM)[0]
-    token = np.int64(chunk)
-    if a.tokens != 0:
-        token = np.int64(load_i32(a.tokens + 4 * chunk))
-    x = a.x + token * a.x_stride
+    x = a.x + row_token(a, chunk) * a.x_stride
     if a.delta != 0:
         add_row(x, a.delta + chunk * a.delta_stride, a.n)
     if a.moe_sum != 0:
@@ -94,10 +102,7 @@ def norm(args: int, chunk: int, worker: int) -> None:
         return
     out = a.out_f32 + chunk * a.out_f32_stride
     scale_by_row(out, x, a.weight, a.n, rms_scale(x, a.n, a.eps))
-    if a.out_q8_256 != 0:
-        quantize_row(256, out, a.n, a.out_q8_256 + chunk * a.out_q8_256_stride)
-    if a.out_q8_32 != 0:
-        quantize_row(32, out, a.n, a.out_q8_32 + chunk * a.out_q8_32_stride)
+    store_forms(a, chunk, out, a.n)
 
 
 QUANTIZE = args_record(
@@ -120,13 +125,7 @@ QUANTIZE = args_record(
 def quantize(args: int, chunk: int, worker: int) -> None:
     """The activation records of the row of `chunk`."""
     a = array(args, 1, QUANTIZE)[0]
-    token = np.int64(chunk)
-    if a.tokens != 0:
-        token = np.int64(load_i32(a.tokens + 4 * chunk))
-    x = a.x + token * a.x_stride
+    x = a.x + row_token(a, chunk) * a.x_stride
     if a.out_f32 != 0:
         scale_row(a.out_f32 + chunk * a.out_f32_stride, x, a.n, np.float32(1))
-    if a.out_q8_256 != 0:
-        quantize_row(256, x, a.n, a.out_q8_256 + chunk * a.out_q8_256_stride)
-    if a.out_q8_32 != 0:
-        quantize_row(32, x, a.n, a.out_q8_32 + chunk * a.out_q8_32_stride)
+    store_forms(a, chunk, x, a.n)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ops.cpu.activation import quantize_row
 from ops.cpu.elementwise import sigmoid
 from ops.cpu.gates import add_gated, silu_row
 from ops.cpu.job import args_record, clear, job_kernel, kernel_njit
-from ops.cpu.memory import array, load_f32, load_i32
-from ops.cpu.norm import add_experts, rms_scale
+from ops.cpu.memory import array, load_f32
+from ops.cpu.norm import LAST_BLOCK, add_experts, rms_scale, row_token, store_forms
 from ops.cpu.rows import add_row, add_weighted, scale_by_row, scale_row
 from ops.cpu.sinkhorn import sinkhorn
 
@@ -28,19 +27,7 @@ STREAMS = args_record(
     x_stride="i8",
     n="i8",
     n_stream="i8",
-    tokens="i8",
-    delta="i8",
-    delta_stride="i8",
-    expert_out="i8",
-    expert_stride="i8",
-    slots="i8",
-    weights="i8",
-    n_used="i8",
-    shared="i8",
-    shared_stride="i8",
-    shared_weights="i8",
-    moe_sum="i8",
-    moe_sum_stride="i8",
+    **LAST_BLOCK,
     returning="i8",
     returns="i8",
     returns_stride="i8",
@@ -82,21 +69,6 @@ gate, mix     f32 rows that the last product gave
 norm          f32[n_stream][n] of gated streams, else f32[n]
 out_*         the form of the job's result that the next product reads
 """
-
-
-@kernel_njit
-def row_token(a, chunk):
-    """The token of a chunk."""
-    return np.int64(load_i32(a.tokens + 4 * chunk)) if a.tokens != 0 else np.int64(chunk)
-
-
-@kernel_njit
-def store_forms(a, chunk, row, n):
-    """The activation records of f32[n] at `row` that are wanted."""
-    if a.out_q8_256 != 0:
-        quantize_row(256, row, n, a.out_q8_256 + chunk * a.out_q8_256_stride)
-    if a.out_q8_32 != 0:
-        quantize_row(32, row, n, a.out_q8_32 + chunk * a.out_q8_32_stride)
 
 
 @kernel_njit

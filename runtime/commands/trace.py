@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(settings: argparse.Namespace) -> int:
-    accounts = Accounts()
-    for record in records_in(settings.file):
-        accounts.add(record)
+    accounts = Accounts.of(records_in(settings.file))
     if not accounts.held:
         print("the trace has no steps")
     for account in accounts.held:

@@ -69,6 +69,14 @@ class Accounts:
     def __init__(self) -> None:
         self._prompts, self._decoded = Account(StepSort.PROMPT), Account(StepSort.DECODE)
 
+    @classmethod
+    def of(cls, records: Iterable[StepRecord]) -> Accounts:
+        """All of them added up."""
+        accounts = cls()
+        for record in records:
+            accounts.add(record)
+        return accounts
+
     def add(self, record: StepRecord) -> None:
         is_decode = record.sort is StepSort.DECODE
         (self._decoded if is_decode else self._prompts).add(record)
@@ -133,14 +141,6 @@ def expert_line(new: ExpertTotals, n_steps: int) -> str:
         f"link {_mb(others, n_steps)}; {new.swaps} swaps, {_mb(uploaded, 1)} MB; CPU team a step: "
         f"busy {_ms(new.cpu_seconds, n_steps)} ms, waiting {_ms(new.wait_seconds, n_steps)} ms"
     )
-
-
-def summary_of(records: Iterable[StepRecord]) -> list[str]:
-    """The lines for all of them together."""
-    accounts = Accounts()
-    for record in records:
-        accounts.add(record)
-    return accounts.lines()
 
 
 def _ms(seconds: float, units: float) -> str:

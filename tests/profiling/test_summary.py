@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.experts.totals import ExpertTotals, LinkTotals
 from runtime.profiling.environment import VARIABLE, instruments_from_environment
 from runtime.profiling.record import Part, Span, StepRecord, StepSort, StepTimes
-from runtime.profiling.summary import SchedProf, summary_of
+from runtime.profiling.summary import Accounts, SchedProf
 from runtime.profiling.trace_file import TraceFile, records_in, track_seconds
 
 
@@ -57,7 +57,7 @@ def printed_parts(line: str) -> tuple[float, float]:
 
 
 def test_the_printed_parts_are_the_printed_time() -> None:
-    prompts, decoded = summary_of(STEPS)
+    prompts, decoded = Accounts.of(STEPS).lines()
     assert "500 prompt tokens in 1 steps, 2000.0 ms a 1000 prompt tokens" in prompts
     assert "8 decode tokens in 4 steps, 28.250 ms a step; 2 timed, 5.000 ms" in decoded
     assert "dense 1.250, misses 2.500, host 1.250" in decoded
@@ -109,7 +109,8 @@ def test_a_trace_gives_the_same_summary(tmp_path: Path) -> None:
     for step in STEPS:
         trace.step_ended(step)
     trace.close()
-    assert summary_of(records_in(tmp_path / "run.json")) == summary_of(STEPS)
+    read = Accounts.of(records_in(tmp_path / "run.json"))
+    assert read.lines() == Accounts.of(STEPS).lines()
     tracks = track_seconds(tmp_path / "run.json")
     assert tracks["GPU 0"] == {"dense": pytest.approx(0.0275)}
     assert set(tracks) == {"steps", "GPU 0"}
