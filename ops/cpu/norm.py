@@ -22,6 +22,7 @@ LAST_BLOCK = dict.fromkeys(
     "i8",
 )
 """Fields of what a block gave, see NORM."""
+
 NORM = args_record(
     "norm",
     x="i8",

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from runtime.engine.params import SamplingParams
 from runtime.engine.sampler import Choice, Sampler
 from runtime.engine.sampling_chain import descending, largest
-from runtime.engine.sampling_history import longest_repeats
 from runtime.engine.sampling_vocabulary import SamplingVocabulary
 from runtime.errors import ComputeError, EngineBug, RequestError, TokenizerUnavailable
 from tests.support import sampling_reference as reference
@@ -247,20 +246,6 @@ def test_dry_breakers() -> None:
     assert penalized([0, 1, 2, 7, 0, 1, 4, 5, 0, 1], ()) == {2, 4}
     assert penalized([0, 1, 2, 7, 0, 1, 4, 5, 0], ("#=",)) == set()  # one token after "#" "="
     assert penalized([0, 1, 2, 7, 0, 1, 6, 0, 1], ("#=",)) == {2}  # the breaker itself is free
-
-
-def test_longest_repeats_by_brute_force() -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(200):
-        tokens = rng.integers(0, 3, rng.integers(1, 25)).tolist()
-        wanted = {}
-        for end in range(1, len(tokens)):
-            length = 0
-            while length < end and tokens[end - 1 - length] == tokens[-1 - length]:
-                length += 1
-            if length:
-                wanted[tokens[end]] = max(wanted.get(tokens[end], 0), min(length, 6))
-        assert longest_repeats(tokens, 6) == wanted
 
 
 def test_logit_bias() -> None:
