@@ -38,9 +38,9 @@ HOMES = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Every Python file of the packages: its path relative to the root, and its tree."""
-    for package in PACKAGES:
+def sources(folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, ast.Module]]:
+    """Every Python file of the folders: its path relative to the root, and its tree."""
+    for package in folders:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
 

@@ -177,7 +177,19 @@ def run_inputs(s: Setting, overlapped: bool, run: int, m: Machine) -> Outcome:
             "l2_eps": EPS,
         },
     )
-    qkv = np.full((n + 1, channels), UNTOUCHED, np.float32)
+    qkv = _convolved(s, operands, x, taps, slots)
+    decay, beta = (np.full((n + 1, w), UNTOUCHED, np.float32) for w in (n_decays, s.n_value_head))
+    floor = FLOOR if s.has_floor else None
+    biased = (decays[:n, :n_decays] + bias).reshape(n, s.n_value_head, s.width)
+    decay[:n] = decay_reference(biased, rate, floor).reshape(n, -1)
+    beta[:n] = 1 / (1 + np.exp(-betas[:n].astype(np.float64)))
+    return _outcome(m, [*zip(outs, (qkv, decay, beta), strict=True), (states, slots)])
+
+
+def _convolved(s: Setting, operands: Operands, x: F32, taps: F32, slots: F32) -> F32:
+    """Queries, keys and values of all tokens; the histories in `slots` go on to their ends."""
+    channels = s.n_channels
+    qkv = np.full((s.n_tokens + 1, channels), UNTOUCHED, np.float32)
     for first, count, position, slot in operands.spans:
         if not count:
             continue
@@ -188,14 +200,9 @@ def run_inputs(s: Setting, overlapped: bool, run: int, m: Machine) -> Outcome:
         qkv[tokens], after = delta_inputs_reference(
             x[tokens, :channels], before, taps, s.n_key_head, s.dim, EPS
         )
-        qkv[tokens, :n_key] *= np.float32(0.25)
+        qkv[tokens, : s.n_key_head * s.dim] *= np.float32(0.25)
         history[(places + count) % 3] = after
-    decay, beta = (np.full((n + 1, w), UNTOUCHED, np.float32) for w in (n_decays, s.n_value_head))
-    floor = FLOOR if s.has_floor else None
-    biased = (decays[:n, :n_decays] + bias).reshape(n, s.n_value_head, s.width)
-    decay[:n] = decay_reference(biased, rate, floor).reshape(n, -1)
-    beta[:n] = 1 / (1 + np.exp(-betas[:n].astype(np.float64)))
-    return _outcome(m, [*zip(outs, (qkv, decay, beta), strict=True), (states, slots)])
+    return qkv
 
 
 def run_net(s: Setting, chunks: bool, overlapped: bool, m: Machine) -> Outcome:
