@@ -32,10 +32,11 @@ from bench.machine import machine
 from bench.runs import Run, recorded_ids, run_of
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
 from runtime.engine.step import Step
-from runtime.experts.cache import Expert, ExpertCache
+from runtime.experts.cache import NO_ROWS, Expert, ExpertCache, Rows
 from runtime.profiling.record import Part
 
 I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
 
 POSITION = 64
 
@@ -55,8 +56,8 @@ class Fixed:
                 if rank < len(experts):
                     yield layer, experts[rank]
 
-    def swaps(self, _: ExpertCache, __: int) -> list[Any]:
-        return []
+    def swaps(self, _: ExpertCache, __: int) -> Rows:
+        return NO_ROWS
 
 
 class Choices:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bench.routing.rates import Rates
 from profiles import Phase, RoutingTrace
-from runtime.experts.cache import NO_SLOT, ExpertCache, LayerShape, Upload
+from runtime.experts.cache import NO_SLOT, ExpertCache, LayerShape, Rows
 from runtime.experts.policy import Policy
 
 MAX_CHANGES = 64
@@ -138,7 +138,7 @@ class Run:
         self._bases = (np.arange(n_layers) * n_expert)[:, None, None]
         self._n_layers, self._n_expert = n_layers, n_expert
         self._now = self._link_free = self._step_ms = 0.0
-        self._flying: deque[tuple[float, Upload]] = deque()
+        self._flying: deque[tuple[float, list[int]]] = deque()
         self._seen: NDArray[np.int32] | None = None
         self._n_tokens = self._hits = self._misses = 0
         self._uploaded = self._missed = self._ms = 0.0
@@ -146,9 +146,10 @@ class Run:
 
     def step(self, choices: NDArray[np.int32], *, counted: bool) -> None:
         """choices i32[n_layers, n_tokens, n_used]"""
+        arrived = list[list[int]]()
         while self._flying and self._flying[0][0] <= self._now:
-            self._cache.arrived(self._flying.popleft()[1])
-        self._cache.begin_step(MAX_CHANGES)
+            arrived.append(self._flying.popleft()[1])
+        self._cache.begin_step(Rows.of(arrived), MAX_CHANGES)
         cells = (choices + self._bases)[choices >= 0]
         found = self._slots[cells] != NO_SLOT
         hit = self._layer_counts(cells[found])
@@ -179,11 +180,9 @@ class Run:
             self._policy.used(self._seen)
         swaps = self._policy.swaps(self._cache, room)
         self._times.append(time.perf_counter() - began)
-        for swap in swaps:
-            self._cache.replace(*swap.expert, swap.victim)
         n_bytes = 0.0
-        for upload in self._cache.startable(self._most):
-            size = float(self._expert_bytes[upload.layer])
+        for upload in self._cache.swap(swaps, self._most).values.tolist():
+            size = float(self._expert_bytes[upload[0] // self._n_expert])
             n_bytes += size
             self._link_free = max(self._link_free, self._now) + size / (self._rates.link * 1e6)
             self._flying.append((self._link_free, upload))

@@ -25,6 +25,7 @@ COUNT_USES = args_record(
     choices="i8",
     kinds="i8",
     counts="i8",
+    totals="i8",
     n_layers="i8",
     n_tokens="i8",
     n_used="i8",
@@ -34,59 +35,52 @@ COUNT_USES = args_record(
 """choices  i32[n_layers][n_tokens][n_used], -1: none
 kinds    i8[n_layers][n_expert], below n_kinds - 1, which means none
 counts   i64[n_tokens][n_layers][n_kinds]: becomes how many choices are of each kind
+totals   i64[n_layers][n_kinds], to which those of all tokens are added
 """
 
-ADD_TOKEN = args_record(
-    "add token",
+TOKEN_USES = args_record(
+    "token uses",
     choices="i8",
-    first="i8",
-    second="i8",
-    uses="i8",
-    cells="i8",
-    n_cells="i8",
-    n_layers="i8",
-    n_used="i8",
-    n_expert="i8",
-    first_worth="f8",
-    second_worth="f8",
-)
-"""A cell is the number of an expert over all layers.
-
-choices  i32[n_layers][n_used] of one token, -1: none
-first, second  f64 of each cell, to which the worths are added; uses  i64 of each cell
-cells    i64[n_layers * n_used]: become those of the choices, in order; n_cells: how many
-"""
-
-FIND_SWAPS = args_record(
-    "find swaps",
+    sums="i8",
     cells="i8",
     slots="i8",
     coming="i8",
     classes="i8",
-    first="i8",
-    second="i8",
     free="i8",
+    left="i8",
     best="i8",
     scores="i8",
     lowest="i8",
     low_scores="i8",
     swaps="i8",
+    n_layers="i8",
+    n_used="i8",
+    n_expert="i8",
     n_all="i8",
     n_classes="i8",
-    n_swaps="i8",
+    most_lowest="i8",
     n_cells="i8",
+    n_swaps="i8",
     most="i8",
     most_best="i8",
-    most_lowest="i8",
     search="i8",
-    first_factor="f8",
-    second_factor="f8",
+    first_worth="f8",
+    second_worth="f8",
+    first_growth="f8",
+    second_growth="f8",
+    first_weight="f8",
+    second_weight="f8",
     margin="f8",
 )
-"""cells    i64[n_cells], each once: those that may get a slot, if they are in none
+"""A cell is the number of an expert over all layers, of n_all.
+
+choices  i32[n_layers][n_used] of one token, -1: none
+sums     f64[n_cells][2], i64[n_cells][2], side by side: two sums of a cell's uses, each with what
+         it was worth then; how many uses; whether it is among `cells`.  Worths grow by the growths
+         with every token.  A cell's score: both sums, each with its weight by its worth now
+cells    i64[n_cells]: those used since swaps were looked for, each once
 slots    i32 of each cell, -1: none;  coming  u8: a slot waits for it;  classes  i32: its slots'
-first, second  f64: its score is the sum of both, each with its factor; of n_all cells
-free     i64[n_classes]: free slots of each class, fewer afterwards
+free     i64[n_classes]: free slots of each class;  left  the same, for what the search leaves
 best, scores  i64, f64[most_best]: become the cells that want a slot, the highest scores first, of
          equals the last
 lowest, low_scores  i64, f64[n_classes][most_lowest]: the cells in slots of each class that have
@@ -105,6 +99,7 @@ def count_uses(args: int, chunk: int, worker: int) -> None:
     choices = array(a.choices, n_layers * n_tokens * n_used, np.int32)
     kinds = array(a.kinds, n_layers * a.n_expert, np.int8)
     counts = array(a.counts, n_tokens * n_layers * n_kinds, np.int64)
+    totals = array(a.totals, n_layers * n_kinds, np.int64)
     for i in range(n_tokens * n_layers * n_kinds):
         counts[i] = 0
     at = 0
@@ -118,35 +113,41 @@ def count_uses(args: int, chunk: int, worker: int) -> None:
                 if 0 <= expert < a.n_expert:
                     kind = np.int64(kinds[layer * a.n_expert + expert])
                 counts[row + kind] += 1
+                totals[layer * n_kinds + kind] += 1
 
 
 @job_kernel
 def add_token(args: int, chunk: int, worker: int) -> None:
-    """Add a token's choices: see `ADD_TOKEN`."""
-    records = array(args, 1, ADD_TOKEN)
+    """Add a token's choices: see `TOKEN_USES`."""
+    records = array(args, 1, TOKEN_USES)
     a = records[0]
-    n, n_total = a.n_layers * a.n_used, a.n_layers * a.n_expert
-    choices = array(a.choices, n, np.int32)
-    first, second = array(a.first, n_total, np.float64), array(a.second, n_total, np.float64)
-    uses, cells = array(a.uses, n_total, np.int64), array(a.cells, n, np.int64)
-    n_cells = 0
+    n, n_expert = a.n_layers * a.n_used, a.n_expert
+    choices, cells = array(a.choices, n, np.int32), array(a.cells, a.n_all, np.int64)
+    sums, numbers = array(a.sums, 4 * a.n_all, np.float64), array(a.sums, 4 * a.n_all, np.int64)
+    first_worth = a.first_worth * a.first_growth
+    second_worth = a.second_worth * a.second_growth
+    n_cells = a.n_cells
     for i in range(n):
         expert = choices[i]
-        if 0 <= expert < a.n_expert:
-            cell = i // a.n_used * a.n_expert + expert
-            first[cell] += a.first_worth
-            second[cell] += a.second_worth
-            uses[cell] += 1
-            cells[n_cells] = cell
-            n_cells += 1
+        if 0 <= expert < n_expert:
+            cell = i // a.n_used * n_expert + expert
+            sums[4 * cell] += first_worth
+            sums[4 * cell + 1] += second_worth
+            numbers[4 * cell + 2] += 1
+            if numbers[4 * cell + 3] == 0:
+                numbers[4 * cell + 3] = 1
+                cells[n_cells] = cell
+                n_cells += 1
+    records[0].first_worth, records[0].second_worth = first_worth, second_worth
     records[0].n_cells = n_cells
 
 
 @kernel_njit
 def score_of(a, cell):
-    """A cell's score: see `FIND_SWAPS`."""
-    score = array(a.first + 8 * cell, 1, np.float64)[0] * a.first_factor
-    return score + array(a.second + 8 * cell, 1, np.float64)[0] * a.second_factor
+    """A cell's score: see `TOKEN_USES`."""
+    sums = array(a.sums + 32 * cell, 2, np.float64)
+    score = sums[0] * (a.first_weight / a.first_worth)
+    return score + sums[1] * (a.second_weight / a.second_worth)
 
 
 @kernel_njit
@@ -178,14 +179,15 @@ def find_best(a):
 def find_lowest(a):
     """Fill `lowest` and `low_scores`."""
     slots, classes = array(a.slots, a.n_all, np.int32), array(a.classes, a.n_all, np.int32)
-    first, second = array(a.first, a.n_all, np.float64), array(a.second, a.n_all, np.float64)
+    sums = array(a.sums, 4 * a.n_all, np.float64)
     lowest = array(a.lowest, a.n_classes * a.most_lowest, np.int64)
     scores = array(a.low_scores, a.n_classes * a.most_lowest, np.float64)
-    n, first_factor, second_factor = a.most_lowest, a.first_factor, a.second_factor
+    first_factor, second_factor = a.first_weight / a.first_worth, a.second_weight / a.second_worth
+    n = a.most_lowest
     for i in range(a.n_classes * n):
         lowest[i], scores[i] = -1, np.inf
     for cell in range(a.n_all):
-        score = first[cell] * first_factor + second[cell] * second_factor
+        score = sums[4 * cell] * first_factor + sums[4 * cell + 1] * second_factor
         end = classes[cell] * n + n - 1
         if (slots[cell] < 0) | (score >= scores[end]):  # one branch, nearly always taken
             continue
@@ -212,30 +214,35 @@ def take_lower(a, kind, below):
 
 @job_kernel
 def find_swaps(args: int, chunk: int, worker: int) -> None:
-    """Who comes and who leaves: see `FIND_SWAPS`."""
-    records = array(args, 1, FIND_SWAPS)
+    """Who comes and who leaves: see `TOKEN_USES`."""
+    records = array(args, 1, TOKEN_USES)
     a = records[0]
     best, scores = array(a.best, a.most_best, np.int64), array(a.scores, a.most_best, np.float64)
     classes, swaps = array(a.classes, a.n_all, np.int32), array(a.swaps, 2 * a.most, np.int64)
-    free, search = array(a.free, a.n_classes, np.int64), a.search
-    n_best, n_swaps = find_best(a), 0
+    free, left = array(a.free, a.n_classes, np.int64), array(a.left, a.n_classes, np.int64)
+    for kind in range(a.n_classes):
+        left[kind] = free[kind]
+    n_best, n_swaps, search = 0 if a.most <= 0 else find_best(a), 0, a.search
     for i in range(n_best):
         kind, victim = classes[best[i]], -1
-        if free[kind] > 0:
-            free[kind] -= 1
-        elif free[kind] == 0:
+        if left[kind] > 0:
+            left[kind] -= 1
+        elif left[kind] == 0:
             if search != 0:
                 find_lowest(a)
                 search = 0
             victim = take_lower(a, kind, scores[i] - a.margin)
             if victim < 0:
-                free[kind] = -1  # nor is there one for those of the class that want a slot less
-        if free[kind] >= 0:
+                left[kind] = -1  # nor is there one for those of the class that want a slot less
+        if left[kind] >= 0:
             swaps[2 * n_swaps], swaps[2 * n_swaps + 1] = best[i], victim
             n_swaps += 1
             if n_swaps == a.most:
                 break
-    records[0].search, records[0].n_swaps = search, n_swaps
+    cells, numbers = array(a.cells, a.n_cells, np.int64), array(a.sums, 4 * a.n_all, np.int64)
+    for i in range(a.n_cells):
+        numbers[4 * cells[i] + 3] = 0
+    records[0].search, records[0].n_swaps, records[0].n_cells = search, n_swaps, 0
 
 
 def call_of(kernel: JobKernel, args: NDArray[Any]) -> Callable[[], object]:

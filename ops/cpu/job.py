@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,18 @@ def record(dtype: np.dtype[Any], **values: Any) -> NDArray[Any]:
     for name, value in values.items():
         made[name] = value
     return made
+
+
+CTYPES = {"i8": ctypes.c_int64, "f8": ctypes.c_double}
+
+
+def live(made: NDArray[Any]) -> Any:
+    """The fields of a record of int64 and f64 as attributes of one object: to read or to change
+    one takes a fraction of what it does by NumPy."""
+    items = (made.dtype.fields or {}).items()
+    fields = [(name, CTYPES[dtype.str[1:]]) for name, (dtype, *_) in items]
+    structure: Any = type("Fields", (ctypes.Structure,), {"_fields_": fields})
+    return structure.from_buffer(made)
 
 
 @kernel_njit

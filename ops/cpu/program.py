@@ -108,8 +108,12 @@ class Program:
 
     def wait(self) -> None:
         """Block until the program, once submitted, has ended; takes the event."""
-        select.select([self.event], [], [])
-        os.eventfd_read(self.event)
+        while True:
+            try:
+                os.eventfd_read(self.event)
+                return
+            except BlockingIOError:
+                select.select([self.event], [], [])
 
     def close(self) -> None:
         """Give the event back; of a submitted program it must have been taken."""

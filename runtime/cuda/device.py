@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from runtime.cuda.driver import Driver, device_name
+from runtime.cuda.driver import PTX_VERSION, Driver, device_name
 from runtime.cuda.resource import Resource
 from runtime.errors import CudaError, DeviceError, DeviceUnavailable, OutOfDeviceMemory
 
@@ -66,6 +67,7 @@ class Device:
         self._resources: dict[int, Resource] = {}
         self._device = driver.call("cuDeviceGet", index)
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self._enter = driver.native("cuCtxSetCurrent", 1)
 
     def call(self, name: str, *args: Any, asked: int | None = None) -> Any:
         """A driver call in this device's context; `asked` bytes stand in OutOfDeviceMemory.
@@ -89,6 +91,22 @@ class Device:
             raise DeviceUnavailable(f"{self.info.name} is closed")
         self.driver.call("cuCtxSetCurrent", self._context)
         return self.driver.ready(name, *args)
+
+    def native(self, name: str, n_args: int, version: int = PTX_VERSION) -> Callable[..., bool]:
+        """`Driver.native` in this device's context; what it returns is `Driver.passed` already.
+
+        Raises: CudaError for a function that the driver lacks; it: as `call`.
+        """
+        function, driver = self.driver.native(name, n_args, version), self.driver
+
+        def call(*args: int) -> bool:
+            if self._context is None:
+                raise DeviceUnavailable(f"{self.info.name} is closed")
+            self._enter(int(self._context))
+            code = function(*args)
+            return not code or driver.passed(name, code)
+
+        return call
 
     def reach(self, other: Device) -> bool:
         """Let kernels here touch the other GPU's memory; False where that is impossible.

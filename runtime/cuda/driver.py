@@ -5,12 +5,20 @@ Every call passes `Driver.call`, so every failure is one of the errors in runtim
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 from runtime.errors import CudaError, DeviceError, DeviceLost, DeviceUnavailable, OutOfDeviceMemory
 
 PTX_CUDA = (12, 0)
 """The first CUDA version whose drivers assemble PTX ISA 8.0, in which the kernels are written."""
+
+PTX_VERSION = 1000 * PTX_CUDA[0] + 10 * PTX_CUDA[1]
+"""The same as the driver writes it."""
+
+NOT_READY = 600
+"""CUDA_ERROR_NOT_READY, as the driver's functions return it."""
 
 DRIVER_BRANCHES = {12: "525", 13: "580"}
 """The first NVIDIA driver branch that is made for a major version of CUDA."""
@@ -82,6 +90,28 @@ class Driver:
             raise self._lacking(name) from error
         if code and code.name != "CUDA_ERROR_NOT_READY":
             raise self._error(name, code)
+        return not code
+
+    def native(self, name: str, n_args: int, version: int = PTX_VERSION) -> Callable[..., int]:
+        """The driver's own function, as that version of CUDA has it: it takes numbers, handles and
+        addresses among them, and returns a code, for `passed`.
+
+        For what every token calls: the bindings take as long as the driver to make arguments, and
+        more beside workers that read weights.  It keeps Python's lock, as it does not wait.
+        Raises: CudaError, DeviceUnavailable for one that the driver lacks.
+        """
+        address, _ = self.call("cuGetProcAddress", name.encode(), version, 0)
+        if not address:
+            raise self._lacking(name)
+        return ctypes.PYFUNCTYPE(ctypes.c_int, *n_args * [ctypes.c_uint64])(int(address))
+
+    def passed(self, name: str, code: int) -> bool:
+        """Whether a native call has succeeded; False: it says that work has not ended.
+
+        Raises: as `call`.
+        """
+        if code and code != NOT_READY:
+            raise self._error(name, self.api.CUresult(code))
         return not code
 
     def _lacking(self, name: str) -> DeviceUnavailable:

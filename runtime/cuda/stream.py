@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
+import ctypes
 from typing import Any
 
 from runtime.cuda.device import Device
 from runtime.cuda.resource import Resource
-from runtime.errors import CudaError, DeviceLost, EngineBug
-
-logger = logging.getLogger(__name__)
-
-Copy = tuple[int, int, int]
-"""(address to copy to, to copy from, bytes)"""
-
-BATCH_VERSION = 12080
-"""The first version of the driver that takes many copies by one call."""
+from runtime.errors import EngineBug
 
 
 class Event(Resource):
@@ -28,17 +19,22 @@ class Event(Resource):
         kinds = device.driver.api.CUevent_flags
         flags = kinds.CU_EVENT_DEFAULT if timed else kinds.CU_EVENT_DISABLE_TIMING
         super().__init__(device, device.call("cuEventCreate", int(flags)), label)
+        self._query = device.native("cuEventQuery", 1)
+        self._elapsed = device.native("cuEventElapsedTime", 3)
+        self._milliseconds = ctypes.c_float()
 
     def passed(self) -> bool:
         """Whether the GPU has passed its last `Stream.record`; never waits.
 
         Raises: DeviceLost, CudaError: also those of work before the mark.
         """
-        return self.device.ready("cuEventQuery", self.handle)
+        return self._query(int(self.handle))
 
     def milliseconds_since(self, start: Event) -> float:
         """GPU time between two timed events that were passed. Raises: CudaError."""
-        return float(self.device.call("cuEventElapsedTime", start.handle, self.handle))
+        found = self._milliseconds
+        self._elapsed(ctypes.addressof(found), int(start.handle), int(self.handle))
+        return found.value
 
     def _release(self, handle: Any) -> None:
         self.device.call("cuEventDestroy", handle)
@@ -53,7 +49,7 @@ class Stream(Resource):
         flags = int(device.driver.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
         handle = device.call("cuStreamCreateWithPriority", flags, priority)
         super().__init__(device, handle, label)
-        self._batch_attributes = _batch_attributes(device)
+        self._record = device.native("cuEventRecord", 2)
 
     def upload(self, target: int, source: int, nbytes: int) -> None:
         """Copy host memory at `source` to device memory; blocks the caller unless it is pinned.
@@ -62,30 +58,6 @@ class Stream(Resource):
         such a copy has starved for seconds. Raises: CudaError.
         """
         self.device.call("cuMemcpyHtoDAsync", target, source, nbytes, self.handle)
-
-    def upload_all(self, copies: Sequence[Copy]) -> None:
-        """Copy pinned host memory to device memory, in any order among themselves.
-
-        By one call where the driver has one for that and takes it: most of a copy's time for the
-        host is the call's.  Raises: DeviceLost, CudaError.
-        """
-        if self._batch_attributes is None or len(copies) < 2:
-            for target, source, nbytes in copies:
-                self.upload(target, source, nbytes)
-            return
-        pointer = self.device.driver.api.CUdeviceptr
-        targets, sources, sizes = zip(*copies, strict=True)
-        try:
-            self.device.call(
-                "cuMemcpyBatchAsync", list(map(pointer, targets)), list(map(pointer, sources)),
-                sizes, len(sizes), self._batch_attributes, [0], 1, self.handle,
-            )  # fmt: skip
-        except DeviceLost:
-            raise
-        except CudaError as error:
-            logger.warning("many copies by one call are not possible here: %s", error)
-            self._batch_attributes = None
-            self.upload_all(copies)
 
     def download(self, target: int, source: int, nbytes: int) -> None:
         """Copy device memory to host memory at `target`. Raises: CudaError."""
@@ -97,7 +69,7 @@ class Stream(Resource):
 
     def record(self, event: Event) -> None:
         """Put the event behind all work so far. Raises: CudaError."""
-        self.device.call("cuEventRecord", event.handle, self.handle)
+        self._record(int(event.handle), int(self.handle))
 
     def wait_for(self, event: Event) -> None:
         """Let later work of this stream start only behind the event. Raises: CudaError."""
@@ -128,13 +100,3 @@ class Stream(Resource):
 
     def _release(self, handle: Any) -> None:
         self.device.call("cuStreamDestroy", handle)
-
-
-def _batch_attributes(device: Device) -> list[Any] | None:
-    """What a call for many copies is told of all of them; None: there is no such call."""
-    api = device.driver.api
-    if device.driver.version < BATCH_VERSION or not hasattr(api, "cuMemcpyBatchAsync"):
-        return None
-    attributes = api.CUmemcpyAttributes()
-    attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    return [attributes]

@@ -7,8 +7,7 @@ steps, and both take microseconds; decisions and the start of uploads happen whi
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
@@ -18,14 +17,14 @@ from numpy.typing import NDArray
 
 from runtime.cuda.device import Device
 from runtime.cuda.memory import Arena, arena_bytes
-from runtime.engine.gpu.control import Delta
+from runtime.engine.gpu.control import Deltas
 from runtime.engine.gpu.expert_launches import GROUPED_TOKENS
 from runtime.engine.gpu.experts import empty_table, moe_layers
 from runtime.engine.gpu.step_shape import SMALL_BATCHES
 from runtime.errors import OutOfDeviceMemory
-from runtime.experts.cache import NO_SLOT, Change, Expert, ExpertCache, LayerShape, Upload
+from runtime.experts.cache import ExpertCache, LayerShape, Rows
 from runtime.experts.cache_settings import CacheSettings
-from runtime.experts.expert_kinds import ExpertKind, ExpertKinds
+from runtime.experts.expert_table import ExpertTable
 from runtime.experts.fetched_experts import FetchedExperts
 from runtime.experts.first_experts import START_SECONDS, load_first
 from runtime.experts.host_experts import HostExperts, HostPart
@@ -35,10 +34,8 @@ from runtime.experts.policy import Policy
 from runtime.experts.served import Usage, UseCounter
 from runtime.experts.totals import (
     FETCHED,
-    IN_PLACE,
     N_KINDS,
     ON_CPU,
-    ON_GPU,
     ExpertTotals,
     StepUse,
 )
@@ -52,6 +49,8 @@ I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
 
 MAX_DELTAS = 64
+RULE = 3
+"""Column of the table: which misses are read in place."""
 IN_PLACE_SEED = 0
 
 BY_SLOT_TOKENS = max(n for n in SMALL_BATCHES if n < GROUPED_TOKENS)
@@ -86,28 +85,26 @@ class CachedExperts:
             classes = self._take_slots()
             self.fetches = self._fetches(resources)
             most = max(settings.uploads_a_step, 1)
-            self._uploader = Uploader(device, host, self._slots.__getitem__, most)
+            n_expert = max((layer.n_expert for layer in host.layers), default=0)
+            self._uploader = Uploader(device, host, n_expert, most)
             resources.callback(self._uploader.close)
             self._reads = InPlaceReads(device, host, spec.n_expert_max, BY_SLOT_TOKENS)
             resources.callback(self._reads.close)
             self._resources = resources.pop_all()
         shapes = [LayerShape(la.n_expert, s) for la, s in zip(host.layers, sizes, strict=True)]
         self.cache = ExpertCache(shapes, classes)
+        self._table = ExpertTable(host.layers, n_expert, self._rows, MAX_DELTAS)
+        self.cache.follow(self._table.address, self._uploader.copies.address)
         self._policy = policy(self.cache)
         shares = np.random.default_rng(IN_PLACE_SEED).random(self.cache.slot_of.shape)
         self._wanted_in_place = shares < settings.zero_copy
-        self._pinned = host.pinned_experts
-        self._in_place = self._wanted_in_place & self._pinned
-        self._now_in_place: deque[Expert] = deque()  # the table does not say so yet
-        self._kinds = ExpertKinds(np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8))
-        self._counter = UseCounter(self._kinds.ended)
+        self._use_pinned(host.pinned_experts)
         self._budget = UploadBudget(settings.uploads_a_step)
         self.usage = Usage(np.zeros((len(host.layers), N_KINDS), np.int64))
+        self._counter = UseCounter(self._table.ended, self.usage.by_layer)
         self._expert_bytes = np.array(
             [sum(matrix.n_bytes for matrix in layer.matrices) for layer in host.layers], np.int64
         )
-        self._offsets = [[matrix.offset for matrix in layer.matrices] for layer in host.layers]
-        self._upload_bytes: list[int] = self._expert_bytes.tolist()
         self._reads.set(settings.in_place_every)
         self._seen: list[I32] = []
 
@@ -167,8 +164,8 @@ class CachedExperts:
         Raises: PinningFailed, CudaError.
         """
         self._count_seen()
-        for upload in self._uploader.settle():
-            self.cache.arrived(upload)
+        self.cache.begin_step(self._uploader.settle(), 0)
+        self.cache.end_step()
         resident = self.cache.resident
         best = sorted(self._policy.first(self.cache), key=lambda expert: not resident[expert])
         self._give_slots()
@@ -181,21 +178,22 @@ class CachedExperts:
                 if not self._settings.slots:
                     raise
                 self._settings = self._settings.halved()
-        self._now_in_place.clear()
-        kinds = np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8)
         uploads = self.cache.refill(classes, best)
-        for upload in uploads:
-            kinds[upload.layer, upload.expert] = ON_GPU
         load_first(self._device, self._host, uploads, self._slots.__getitem__, int)
-        self._kinds.reset(kinds)
+        self._slots_hold()
         return self._settings
+
+    def _slots_hold(self) -> None:
+        """No step is in flight, and the next one finds in the slots what the cache says."""
+        self._uploader.copies.use(self._slots, self._host.undivided_experts)
+        self._table.reset(self._slots, self.cache.slot_of)
 
     def empty(self) -> None:
         """Hold no expert any longer: no step is in flight, and the table names none."""
         self._settings = replace(self._settings, slots=0, layer_slots=None)
         self._give_slots()
         self.cache.refill(self._take_slots(), [])
-        self._kinds.reset(np.where(self._in_place, IN_PLACE, ON_CPU).astype(np.int8))
+        self._slots_hold()
 
     def _fetches(self, resources: ExitStack) -> FetchedExperts | None:
         if not (self._settings.fetches and self._host.layers):
@@ -210,84 +208,63 @@ class CachedExperts:
 
         Raises: PinningFailed, CudaError; whatever `moved` raises.
         """
-        uploads: list[Upload] = []
-        kinds = self._kinds.ended.copy()
-        for layer, expert in self._policy.first(self.cache):
-            upload = self.cache.fill(layer, expert)
-            if upload is not None:
-                uploads.append(upload)
-                kinds[layer, expert] = ON_GPU
+        experts = self._policy.first(self.cache)
+        filled = (self.cache.fill(layer, expert) for layer, expert in experts)
+        uploads = [upload for upload in filled if upload is not None]
         seconds = START_SECONDS if self._settings.uploads_a_step else inf
         for upload in load_first(
             self._device, self._host, uploads, self._slots.__getitem__, moved, seconds
         ):
             self.cache.unfill(upload)
-            kinds[upload.layer, upload.expert] = self._kinds.ended[upload.layer, upload.expert]
-        self._kinds.reset(kinds)
+        self._slots_hold()
         return 0
 
     def show(self, kinds: I8) -> None:
         """See `ExpertStore.show`."""
-        self._kinds.show(kinds)
+        self._table.show(kinds)
 
     def table(self) -> U64:
         """See `ExpertStore.table`."""
         table = empty_table(self._spec)
-        rows = table.reshape(-1, table.shape[-1])
-        words = self._reads.words()
-        for layer, experts in enumerate(self._host.layers):
-            for expert in range(experts.n_expert):
-                slot = int(self.cache.slot_of[layer, expert])
-                row, *addresses = self._delta(Change(layer, expert, slot))
-                rows[row] = (*addresses, words[layer, expert])
+        rows, n_expert = table.reshape(-1, table.shape[-1]), self.cache.slot_of.shape[1]
+        places, words = self._table.places(self.cache.slot_of), self._reads.words()
+        for layer, first in enumerate(self._rows):
+            rows[first : first + n_expert, :RULE] = places[layer]
+            rows[first : first + n_expert, RULE] = words[layer, :n_expert]
         return table
 
-    def before_step(self) -> Sequence[Delta]:
+    def before_step(self) -> Deltas:
         """See `ExpertStore.before_step`.  Raises: DeviceLost, CudaError."""
         self._budget.step_begins()
-        for upload in self._uploader.arrived():
-            self.cache.arrived(upload)
-        changes = self.cache.begin_step(MAX_DELTAS)
-        while self._now_in_place and len(changes) < MAX_DELTAS:
-            place = self._now_in_place.popleft()
-            if self.cache.slot_of[place] == NO_SLOT:
-                changes.append(Change(*place, NO_SLOT))
-        kinds: list[ExpertKind] = []
-        deltas: list[Delta] = []
-        for change in changes:
-            layer, expert, slot = change
-            deltas.append(self._delta(change))
-            if slot != NO_SLOT:
-                kinds.append(((layer, expert), ON_GPU))
-            else:
-                kind = IN_PLACE if self._in_place.item(layer, expert) else ON_CPU
-                kinds.append(((layer, expert), kind))
-        self._kinds.begin_step(kinds)
-        return deltas
+        changes = self.cache.begin_step(self._uploader.arrived(), MAX_DELTAS)
+        return self._table.deltas(changes.n)
 
     def while_running(self) -> None:
         """Decide on swaps, and start uploads, while a step runs.  Raises: DeviceLost, CudaError."""
         self._count_seen()
-        if self._host.pinned_experts is not self._pinned:
-            self._see_pinned(self._host.pinned_experts)
-        pins_all = self._host.pins_all  # those that are not pinned yet soon will be
-        seconds = self._uploader.seconds
-        room = self._budget.decisions(seconds, self.cache.n_pending, pinned=pins_all)
-        for swap in self._policy.swaps(self.cache, room):
-            if self._pinned[swap.expert] or not pins_all:
-                self.cache.replace(*swap.expert, swap.victim)
-        most = min(self._budget.a_step(seconds), self._uploader.room)
-        uploads = self.cache.startable(most)
-        self._uploader.start(uploads)
-        self.usage.uploads += len(uploads)
-        self.usage.upload_bytes += sum(self._upload_bytes[upload.layer] for upload in uploads)
+        host, uploader = self._host, self._uploader
+        if host.pinned_experts is not self._pinned:
+            self._see_pinned(host.pinned_experts)
+        pins_all = self._all_pinned or host.pins_all  # what is not pinned yet soon will be
+        most = self._budget.a_step(uploader.seconds)
+        room = self._budget.decisions(most, self.cache.n_pending, pinned=pins_all)
+        swaps = self._policy.swaps(self.cache, room)
+        if pins_all and not self._all_pinned:
+            swaps = Rows.of(swaps.values[self._pinned.reshape(-1)[swaps.values[:, 0]]])
+        uploads = self.cache.swap(swaps, min(most, uploader.room(pinned=pins_all)))
+        self.usage.uploads += uploads.n
+        self.usage.upload_bytes += uploader.start(uploads)
 
     def _see_pinned(self, pinned: NDArray[np.bool_]) -> None:
         """More experts are pinned: the next steps may read them in place."""
-        in_place = self._wanted_in_place & pinned
-        new = np.argwhere(in_place & ~self._in_place).tolist()
-        self._now_in_place.extend((layer, expert) for layer, expert in new)
-        self._pinned, self._in_place = pinned, in_place
+        new = self._wanted_in_place & pinned & ~self._pinned
+        self._use_pinned(pinned)
+        self.cache.moved(np.flatnonzero(new).tolist())
+
+    def _use_pinned(self, pinned: NDArray[np.bool_]) -> None:
+        self._pinned, self._all_pinned = pinned, bool(pinned.all())
+        self._table.read_in_place(self._wanted_in_place & pinned)
+        self._uploader.copies.use(self._slots, self._host.undivided_experts)
 
     @property
     def may_fetch(self) -> bool:
@@ -298,14 +275,15 @@ class CachedExperts:
         """The step has ended, well or not; choices i32[n_moe_layers, n_tokens, n_used] are the
         experts that it used, -1 where a layer uses fewer. What served them."""
         self.cache.end_step()
-        kinds = self._kinds.end_step()
         counts = self._counter.counted(choices, self._reads.rule)
         if fetched:
-            counts[..., FETCHED] += counts[..., ON_CPU]
+            on_cpu = counts[..., ON_CPU].copy()
+            counts[..., FETCHED] += on_cpu
             counts[..., ON_CPU] = 0
-            moved = (kinds == ON_CPU).sum(axis=1) @ self._expert_bytes
+            self.usage.by_layer[:, FETCHED] += on_cpu.sum(axis=0)
+            self.usage.by_layer[:, ON_CPU] -= on_cpu.sum(axis=0)
+            moved = (self._table.ended == ON_CPU).sum(axis=1) @ self._expert_bytes
             self.usage.fetch_bytes += int(moved)
-        self.usage.by_layer += counts[0] if len(counts) == 1 else counts.sum(axis=0)
         self._seen.append(choices.copy())
         return (StepUse(counts, self._expert_bytes),)
 
@@ -348,15 +326,3 @@ class CachedExperts:
         self._count_seen()  # the last step's choices, for the profile
         self._resources.close()
         self._host.close()
-
-    def _delta(self, change: Change) -> Delta:
-        layer, expert, slot = change
-        row = self._rows[layer] + expert
-        if slot != NO_SLOT:
-            address, (gate, up, down) = self._slots[slot], self._offsets[layer]
-            return row, address + gate, address + up, address + down
-        if self._in_place.item(layer, expert):
-            matrices = self._host.layers[layer].matrices
-            gate, up, down = (m.host + expert * m.stride for m in matrices)
-            return row, gate, up, down
-        return row, 0, 0, 0

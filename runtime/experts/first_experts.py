@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from math import inf
 
+from runtime.cuda.copies import CopyBatch
 from runtime.cuda.device import Device
 from runtime.cuda.stream import Stream
 from runtime.engine.gpu.transfer import Transfer, transfer_all
@@ -47,6 +48,7 @@ def load_first(
     rest, began = list(uploads), time.monotonic()
     news = began
     with Stream(device, "first experts") as stream:
+        batch = CopyBatch(stream)
         while rest:
             if time.monotonic() - began >= seconds:
                 return rest
@@ -54,9 +56,9 @@ def load_first(
             pinned = host.pinned_experts
             ready = [upload for upload in rest if pinned[upload.layer, upload.expert]]
             if ready:
-                batch = _batch(host, ready)
-                _copy_pinned(stream, host, batch, slot_address, moved)
-                there = set(batch)
+                several = _several(host, ready)
+                _copy_pinned(stream, batch, host, several, slot_address, moved)
+                there = set(several)
                 rest = [upload for upload in rest if upload not in there]
                 news = time.monotonic()
             elif ended or time.monotonic() - news > PATIENCE_SECONDS:
@@ -64,18 +66,18 @@ def load_first(
             else:
                 host.wait(LOOK_SECONDS)
     while rest and time.monotonic() - began < seconds:
-        batch = _batch(host, rest)
+        several = _several(host, rest)
         transfers = [
             Transfer(slot_address(upload.slot) + offset, bytes_at(address, n_bytes))
-            for upload in batch
+            for upload in several
             for offset, address, n_bytes in host.parts(upload.layer, upload.expert)
         ]
         transfer_all(device, transfers, moved)
-        rest = rest[len(batch) :]
+        rest = rest[len(several) :]
     return rest
 
 
-def _batch(host: HostExperts | HostPart, uploads: Sequence[Upload]) -> Sequence[Upload]:
+def _several(host: HostExperts | HostPart, uploads: Sequence[Upload]) -> Sequence[Upload]:
     """As many as make `BATCH_BYTES`, one at least."""
     n_bytes = 0
     for n_before, upload in enumerate(uploads):
@@ -87,6 +89,7 @@ def _batch(host: HostExperts | HostPart, uploads: Sequence[Upload]) -> Sequence[
 
 def _copy_pinned(
     stream: Stream,
+    batch: CopyBatch,
     host: HostExperts | HostPart,
     uploads: Sequence[Upload],
     slot_address: Callable[[int], int],
@@ -97,6 +100,6 @@ def _copy_pinned(
         for upload in uploads
         for offset, source, n_bytes in host.copies(upload.layer, upload.expert)
     ]
-    stream.upload_all(copies)
+    batch.upload(copies)
     stream.synchronize()
     moved(sum(n_bytes for _, _, n_bytes in copies))

@@ -9,14 +9,10 @@ to what was used afterwards (least squares, older tokens fading).
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from profiles import HALF_LIVES, RecentUse
-from runtime.experts.cache import ExpertCache
-from runtime.experts.policy import Swap
+from runtime.experts.cache import ExpertCache, Rows
 from runtime.experts.scored_policy import (
     COUNTED_TOKENS,
     F64,
@@ -26,9 +22,7 @@ from runtime.experts.scored_policy import (
     PolicySettings,
     ScoredPolicy,
 )
-
-if TYPE_CHECKING:
-    from runtime.experts.token_uses import TokenUses
+from runtime.experts.token_uses import Places, TokenUses
 
 FAST_TOKENS, SLOW_TOKENS = HALF_LIVES
 """After so many tokens a use counts half."""
@@ -43,8 +37,6 @@ FIRST_WEIGHTS = (0.5, 0.5)
 FIRST_SHARE = 0.01
 """Of the first weights, in every fit: without data they stay."""
 RESCALE = 2.0**500
-FEW_SWAPS = 32
-"""Most that there is room for, until more are asked for."""
 
 
 class FittedPolicy(ScoredPolicy):
@@ -52,40 +44,39 @@ class FittedPolicy(ScoredPolicy):
 
     def __init__(self, cache: ExpertCache, settings: PolicySettings) -> None:
         super().__init__(cache, settings)
-        self._fast: F64 = np.zeros(self.n_cells)
-        self._slow: F64 = np.zeros(self.n_cells)
-        self._fast_worth = self._slow_worth = 1.0  # of a use now; sums grow instead of decaying
-        self._factors = 0.0, 0.0
-        self.weights = FIRST_WEIGHTS
-        """How much the fast and the slow rate count."""
+        places = Places(self._slots, self._coming, cache.class_of, cache.n_free)
+        self._uses = TokenUses(places, self.shape, (FAST_GROWTH, SLOW_GROWTH))
+        self._fast, self._slow, self._life = self._uses.first, self._uses.second, self._uses.uses
+        self._set_weights(FIRST_WEIGHTS)
         self._squares = np.zeros((2, 2))
         self._products = np.zeros(2)
         self._rates_then: F64 | None = None
         self._life_then: I64 = self.life.copy()
-        from runtime.experts.token_uses import Places, Sums, TokenUses  # loads Numba
 
-        self._classes = sorted(set(self._class_of))
-        kinds = np.searchsorted(self._classes, self._class_of).astype(np.int32)
-        sums = Sums(self._fast, self._slow, self._life)
-        places = Places(self._slots, self._coming, kinds)
-        self._make_uses = partial(TokenUses, sums, places, self.shape)
-        self._uses: TokenUses | None = None
-        self._set_factors()
+    @property
+    def weights(self) -> tuple[float, float]:
+        """How much the fast and the slow rate count."""
+        state = self._uses.state
+        return state.first_weight / FAST_SHARE, state.second_weight / SLOW_SHARE
+
+    def _set_weights(self, weights: tuple[float, float]) -> None:
+        state = self._uses.state
+        state.first_weight, state.second_weight = weights[0] * FAST_SHARE, weights[1] * SLOW_SHARE
 
     def know(self, uses: U64, n_tokens: int, recent: RecentUse | None = None) -> None:
         """See `ScoredPolicy.know`: without recent use they are the first slow rates."""
         super().know(uses, n_tokens)
+        fast_unit, slow_unit = self._units
         if recent is None:
-            self._slow += uses.reshape(-1) * (self._slow_worth / (max(n_tokens, 1) * SLOW_SHARE))
+            self._slow += uses.reshape(-1) / (max(n_tokens, 1) * slow_unit)
             return
         fast, slow = recent.rates.reshape(2, -1).astype(np.float64)
-        self._fast += fast * (self._fast_worth / FAST_SHARE)
-        self._slow += slow * (self._slow_worth / SLOW_SHARE)
+        self._fast += fast / fast_unit
+        self._slow += slow / slow_unit
         a, b, d, with_fast, with_slow = (value * self.n_cells for value in recent.fit)
         self._squares = np.array([[a, b], [b, d]])
         self._products = np.array([with_fast, with_slow])
-        self.weights = _solved(self._squares, self._products)
-        self._set_factors()
+        self._set_weights(_solved(self._squares, self._products))
         self._begin_fit()
 
     def recent(self) -> RecentUse:
@@ -101,76 +92,58 @@ class FittedPolicy(ScoredPolicy):
         return np.lexsort((self._expert_numbers(), -self.life, -scores))
 
     def used(self, choices: I32) -> None:
-        """See `Policy.used`."""
-        choices = choices[:, -COUNTED_TOKENS:]
-        uses = self._uses_of(choices.shape[2], FEW_SWAPS)
-        for token in range(choices.shape[1]):
+        """See `Policy.used`: a compiled call for each token."""
+        n = choices.shape[1]
+        for token in range(max(n - COUNTED_TOKENS, 0), n):
+            self._uses.add(choices if n == 1 else choices[:, token : token + 1])
             self.n_tokens += 1
-            self._grow()
-            cells = uses.add(choices[:, token], self._fast_worth, self._slow_worth)
-            self._recent.append(cells)
-            self._after_token()
+            if self.n_tokens % FIT_TOKENS == 0 or self.n_tokens == 1:
+                self._after_tokens()
 
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
+    def swaps(self, cache: ExpertCache, most: int) -> Rows:
         """See `Policy.swaps`: all scores are looked at, by a compiled call."""
-        if self.settings.sticky or self._uses is None:
+        if self.settings.sticky:
             return super().swaps(cache, most)
-        recent, self._recent = self._recent, []
-        if most <= 0 or not recent:
-            return []
-        cells = recent[0] if len(recent) == 1 else np.unique(np.concatenate(recent))
-        free = [cache.n_free(size_class) for size_class in self._classes]
-        uses = self._uses_of(self._uses.n_used, most)
-        best = most + cache.n_pending
-        found = uses.swaps(cells, free, most, best, self._factors, self.margin)
-        n = self._n_expert
-        return [
-            Swap(divmod(cell, n), None if victim < 0 else divmod(victim, n))
-            for cell, victim in found
-        ]
+        self._uses.state.margin = self.margin
+        return self._uses.swaps(max(most, 0), most + cache.n_pending)
 
-    def _uses_of(self, n_used: int, most: int) -> TokenUses:
-        """What counts tokens that use so many experts in a layer, and finds so many swaps."""
-        uses = self._uses
-        if uses is None or uses.n_used != n_used or uses.most < most:
-            uses = self._uses = self._make_uses(n_used, most)
-        return uses
+    def _take_recent(self) -> I64:
+        cells = self._uses.recent.copy()
+        self._uses.swaps(0, 0)  # none: they are no longer recent
+        return cells
 
-    def _grow(self) -> None:
-        """Another token: a use of it is worth more than those before."""
-        self._fast_worth *= FAST_GROWTH
-        self._slow_worth *= SLOW_GROWTH
-        if self._fast_worth > RESCALE or self._slow_worth > RESCALE:
-            self._fast /= self._fast_worth
-            self._slow /= self._slow_worth
-            self._fast_worth = self._slow_worth = 1.0
-
-    def _after_token(self) -> None:
+    def _after_tokens(self) -> None:
         if self.n_tokens == 1 and self.settings.margin is None:
-            self.margin = MARGIN_SHARE * len(self._recent[-1]) / self.n_cells
+            self.margin = MARGIN_SHARE * len(self._uses.recent) / self.n_cells
         since = self.n_tokens % FIT_EVERY
         if since == 0:
+            self._rescale()
             self._begin_fit()
         elif since == FIT_TOKENS:
             self._fit()
-        self._set_factors()
 
-    def _set_factors(self) -> None:
-        fast, slow = self.weights
-        self._factors = (
-            fast * FAST_SHARE / self._fast_worth,
-            slow * SLOW_SHARE / self._slow_worth,
-        )
+    def _rescale(self) -> None:
+        """Uses now are worth 1 again, and those before less: worths grow without end."""
+        state = self._uses.state
+        if max(state.first_worth, state.second_worth) > RESCALE:
+            self._fast /= state.first_worth
+            self._slow /= state.second_worth
+            state.first_worth = state.second_worth = 1.0
+
+    @property
+    def _units(self) -> tuple[float, float]:
+        """What turns the sums of now into uses a token."""
+        state = self._uses.state
+        return FAST_SHARE / state.first_worth, SLOW_SHARE / state.second_worth
 
     def _scores(self, cells: I64) -> F64:
-        fast, slow = self._factors
-        scores: F64 = self._fast[cells] * fast
-        scores += self._slow[cells] * slow
+        (fast_unit, slow_unit), (fast, slow) = self._units, self.weights
+        scores: F64 = self._fast[cells] * (fast * fast_unit)
+        scores += self._slow[cells] * (slow * slow_unit)
         return scores
 
     def _score(self, cell: int) -> float:
-        fast, slow = self._factors
-        return float(self._fast.item(cell) * fast + self._slow.item(cell) * slow)
+        return float(self._scores(np.array([cell]))[0])
 
     def _begin_fit(self) -> None:
         """Keep the rates of now and the uses so far."""
@@ -179,9 +152,8 @@ class FittedPolicy(ScoredPolicy):
 
     def _rates(self) -> F64:
         """Uses a token, f64[2, n_cells]."""
-        fast = self._fast * (FAST_SHARE / self._fast_worth)
-        slow = self._slow * (SLOW_SHARE / self._slow_worth)
-        return np.stack([fast, slow])
+        fast_unit, slow_unit = self._units
+        return np.stack([self._fast * fast_unit, self._slow * slow_unit])
 
     def _fit(self) -> None:
         """Compare the rates of FIT_TOKENS ago with the uses since."""
@@ -191,7 +163,7 @@ class FittedPolicy(ScoredPolicy):
         uses = (self.life - self._life_then) / FIT_TOKENS
         self._squares = KEPT * self._squares + rates @ rates.T
         self._products = KEPT * self._products + rates @ uses
-        self.weights = _solved(self._squares, self._products)
+        self._set_weights(_solved(self._squares, self._products))
 
 
 FAST_GROWTH, SLOW_GROWTH = 2.0 ** (1.0 / FAST_TOKENS), 2.0 ** (1.0 / SLOW_TOKENS)

@@ -95,8 +95,9 @@ class HostExperts:
         self._refused: str | None = NOT_ASKED_FOR
         self.pinned_experts: Bools = np.zeros(self._starts.shape[:2], np.bool_)
         """bool[n_layers, n_expert]: a new array whenever more are; no array ever changes."""
-        self._undivided = self.pinned_experts
-        """Those of which every matrix lies in one registration: the driver takes it as one copy."""
+        self.undivided_experts: Bools = self.pinned_experts
+        """The same for those of which every matrix lies in one registration: the driver takes it
+        as one copy."""
         self._wants_all = False
 
     @property
@@ -152,7 +153,7 @@ class HostExperts:
         Raises: EngineBug for an expert that is not pinned.
         """
         parts = self.parts(layer, expert)
-        if self._undivided.item(layer, expert):
+        if self.undivided_experts.item(layer, expert):
             return parts
         return [
             (offset + start - first, start, n_bytes)
@@ -221,7 +222,7 @@ class HostExperts:
         if self._pinning is not None:
             self._pinning.close()
         self._pages.clear()
-        self._undivided = self.pinned_experts = np.zeros_like(self.pinned_experts)
+        self.undivided_experts = self.pinned_experts = np.zeros_like(self.pinned_experts)
         self._wants_all, self._refused = False, "closed"
 
     def _refuse(self, why: str, tell: Callable[[str], object]) -> None:
@@ -232,7 +233,7 @@ class HostExperts:
         self._pages.add(spans)
         undivided: Bools = np.all(self._pages.undivided(self._starts, self._ends), axis=2)
         covered: Bools = np.all(self._pages.cover(self._starts, self._ends), axis=2)
-        self._undivided, self.pinned_experts = undivided, covered
+        self.undivided_experts, self.pinned_experts = undivided, covered
 
 
 class HostPart:
@@ -269,6 +270,10 @@ class HostPart:
         if whole is not self._whole:  # the same array as long as nothing changes
             self._whole, self._part = whole, whole[self._slice]
         return self._part
+
+    @property
+    def undivided_experts(self) -> Bools:
+        return self._host.undivided_experts[self._slice]
 
     @property
     def why_not_pinned(self) -> str | None:

@@ -11,10 +11,13 @@ MOST_SPANS = 4096
 
 
 class LinkMeter:
-    """seconds, n_bytes: of all copies that have ended."""
+    """seconds, n_bytes: of the copies that were measured and have ended.
+
+    wanted  somebody takes spans: all copies are to be measured
+    """
 
     def __init__(self, gpu: int) -> None:
-        self.seconds, self.n_bytes = 0.0, 0
+        self.seconds, self.n_bytes, self.wanted = 0.0, 0, False
         self._track = f"link {gpu}"
         self._at = self._until = 0.0
         self._spans: deque[tuple[float, float]] = deque(maxlen=MOST_SPANS)  # begin, seconds
@@ -33,6 +36,7 @@ class LinkMeter:
 
     def take_spans(self) -> list[Span]:
         """Of the copies that have ended since the last call, or the last thousands of them."""
+        self.wanted = True
         spans = [Span(self._track, Part.UPLOADS, *times) for times in self._spans]
         self._spans.clear()
         return spans

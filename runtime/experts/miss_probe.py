@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 
+from runtime.cuda.copies import CopyBatch
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer
 from runtime.cuda.stream import Event, Stream
@@ -96,6 +97,7 @@ class _Link:
     ) -> None:
         own = resources.enter_context
         self._stream = own(Stream(device, "probe"))
+        self._batch = CopyBatch(self._stream)
         self._first, self._last = own(Event(device, timed=True)), own(Event(device, timed=True))
         size = max(layer.slot_bytes for layer in host.layers)
         self._buffer = own(DeviceBuffer(device, size, "probe"))
@@ -111,7 +113,7 @@ class _Link:
         """Microseconds of a copy, and what `work` gave each time, all of it beside copies."""
         taken: list[float] = []
         self._stream.record(self._first)
-        self._stream.upload_all(self._copies)
+        self._batch.upload(self._copies)
         self._stream.record(self._last)
         while not self._last.passed():
             found = work()

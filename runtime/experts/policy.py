@@ -6,21 +6,14 @@ A policy sees every step's choices and proposes swaps; the cache carries them ou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.experts.cache import Expert, ExpertCache
+from runtime.experts.cache import Expert, ExpertCache, Rows
 
 I32 = NDArray[np.int32]
-
-
-class Swap(NamedTuple):
-    """Bring `expert`; into a free slot, or into that of `victim`."""
-
-    expert: Expert
-    victim: Expert | None
 
 
 class Policy(Protocol):
@@ -34,6 +27,7 @@ class Policy(Protocol):
         """Experts to start with, best first, more than there are slots."""
         ...
 
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
-        """Up to `most` swaps that are worth their upload now, best first."""
+    def swaps(self, cache: ExpertCache, most: int) -> Rows:
+        """Up to `most` swaps that are worth their upload now, best first, as `ExpertCache.swap`
+        takes them.  Good until the next call."""
         ...

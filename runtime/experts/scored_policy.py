@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiles import RecentUse
-from runtime.experts.cache import NO_SLOT, Expert, ExpertCache
-from runtime.experts.policy import Swap
+from runtime.experts.cache import NO_ROWS, NO_SLOT, NO_VICTIM, Expert, ExpertCache, Rows
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -30,6 +29,7 @@ VICTIMS_A_TOKEN = 16
 COUNTED_TOKENS = 128
 """Of a long prompt only the last tokens count."""
 UNCOUNTED_TOKENS = 32
+NO_CELLS: I64 = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,8 @@ class ScoredPolicy:
         self._uncounted: list[I64] = []
         self._slots = cache.slot_of.reshape(-1)
         self._coming = cache.coming.reshape(-1)
-        classes = np.repeat(cache.layer_classes, self._n_expert)
-        self._class_of = classes.tolist()
-        self._cells_of = {c: np.flatnonzero(classes == c) for c in set(self._class_of)}
+        self._class_of: list[int] = cache.class_of.tolist()
+        self._cells_of = {c: np.flatnonzero(cache.class_of == c) for c in set(self._class_of)}
         self._bases = (np.arange(n_layers, dtype=np.int64) * self._n_expert)[:, None]
         self._recent: list[I64] = []
         self._victims: dict[int, deque[tuple[int, float]]] = {}
@@ -130,14 +129,18 @@ class ScoredPolicy:
             if expert < n_expert[layer]:
                 yield layer, expert
 
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
+    def swaps(self, cache: ExpertCache, most: int) -> Rows:
         """See `Policy.swaps`."""
-        recent, self._recent = self._recent, []
-        if most <= 0 or not recent:
-            return []
-        cells = recent[0] if len(recent) == 1 else np.unique(np.concatenate(recent))
+        cells = self._take_recent()
+        if most <= 0 or not len(cells):
+            return NO_ROWS
         wanted, scores = self._best_missed(cells, most + cache.n_pending)
-        return self._paired(cache, wanted, scores, most) if wanted else []
+        return Rows.of(self._paired(cache, wanted, scores, most))
+
+    def _take_recent(self) -> I64:
+        """The cells that were used since the last call, each once."""
+        recent, self._recent = self._recent, []
+        return recent[0] if len(recent) == 1 else np.unique(np.concatenate([NO_CELLS, *recent]))
 
     def _best_missed(self, cells: I64, most: int) -> tuple[list[int], list[float]]:
         """Those of the cells in no slot that may get one, up to `most`, the best first, and their
@@ -148,9 +151,9 @@ class ScoredPolicy:
 
     def _paired(
         self, cache: ExpertCache, wanted: list[int], scores: list[float], most: int
-    ) -> list[Swap]:
+    ) -> list[tuple[int, int]]:
         """Swaps for the wanted cells, best first, as far as they are worth it."""
-        swaps: list[Swap] = []
+        swaps: list[tuple[int, int]] = []
         n_free: dict[int, int] = {}
         full: set[int] = set()
         self._going.clear()
@@ -159,17 +162,17 @@ class ScoredPolicy:
             if size_class in full or self._coming.item(cell):
                 continue
             if size_class not in n_free:
-                n_free[size_class] = cache.n_free(size_class)
+                n_free[size_class] = cache.n_free.item(size_class)
             if n_free[size_class]:
                 n_free[size_class] -= 1
-                swaps.append(Swap(self._expert(cell), None))
+                swaps.append((cell, NO_VICTIM))
             else:
                 victim = self._victim(size_class, score - self.margin)
                 if victim is None:
                     full.add(size_class)
                     continue
                 self._going.add(victim)
-                swaps.append(Swap(self._expert(cell), self._expert(victim)))
+                swaps.append((cell, victim))
             if len(swaps) == most:
                 break
         return swaps
@@ -251,6 +254,3 @@ class ScoredPolicy:
     def _expert_numbers(self) -> I64:
         numbers: I64 = np.arange(self.n_cells, dtype=np.int64) % self._n_expert
         return numbers
-
-    def _expert(self, cell: int) -> Expert:
-        return cell // self._n_expert, cell % self._n_expert

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.cpu.expert_use import COUNT_USES, call_of, count_uses
-from ops.cpu.job import record
+from ops.cpu.job import live, record
 from ops.cpu.program import address_of, aligned
 from ops.gpu.router import in_place
 from runtime.experts.totals import (
@@ -105,11 +105,12 @@ class InPlaceRule:
 class UseCounter:
     """Counts what serves choices of experts.
 
-    kinds  i8[n_layers, n_expert]: what serves each expert; looked at whenever something is counted
+    kinds   i8[n_layers, n_expert]: what serves each expert; looked at whenever something is counted
+    totals  i64[n_layers, N_KINDS], to which all that is counted is added
     """
 
-    def __init__(self, kinds: I8) -> None:
-        self._kinds, n_layers = kinds, len(kinds)
+    def __init__(self, kinds: I8, totals: I64) -> None:
+        self._kinds, self._totals = kinds, totals
         self._choices = aligned(max(kinds.size, 1), np.int32)
         self._counts = aligned(N_KINDS * max(kinds.size, 1), np.int64)
         self._args = record(
@@ -117,25 +118,39 @@ class UseCounter:
             choices=address_of(self._choices),
             kinds=address_of(kinds),
             counts=address_of(self._counts),
-            n_layers=n_layers,
+            totals=address_of(totals),
+            n_layers=len(kinds),
             n_expert=kinds.shape[1],
             n_kinds=N_KINDS,
         )
+        self._state = live(self._args)
         self._call = call_of(count_uses, self._args)
+        self._expect((len(kinds), 0, 0))
+
+    def _expect(self, shape: tuple[int, ...]) -> None:
+        """Choices of this shape: where they go, and what is counted of them."""
+        n_layers, n, n_used = self._shape = shape
+        self._fits = n_layers * n * n_used <= self._kinds.size
+        self._state.n_tokens, self._state.n_used = n, n_used
+        if self._fits:
+            self._given = self._choices[: n_layers * n * n_used].reshape(shape)
+            n_counts = n * n_layers * N_KINDS
+            self._found = self._counts[:n_counts].reshape(n, n_layers, N_KINDS)
 
     def counted(self, choices: I32, rule: InPlaceRule) -> I64:
         """i64[n, n_layers, N_KINDS]: what serves the choices, of each token or (n = 1) of all.
 
         choices  i32[n_layers, n_tokens, n_used], -1: none
         """
-        n_layers, n, n_used = choices.shape
-        if rule.applies_to(n) or choices.size > self._kinds.size:
-            return counted(self._kinds, choices, rule)
-        np.copyto(self._choices[: choices.size].reshape(choices.shape), choices)
-        self._args["n_tokens"], self._args["n_used"] = n, n_used
+        if choices.shape != self._shape:
+            self._expect(choices.shape)
+        if not self._fits or (rule.every and rule.applies_to(choices.shape[1])):
+            counts = counted(self._kinds, choices, rule)
+            self._totals += counts.sum(axis=0)
+            return counts
+        self._given[:] = choices
         self._call()
-        n_counts = n * n_layers * N_KINDS
-        return self._counts[:n_counts].reshape(n, n_layers, N_KINDS).copy()
+        return self._found.copy()
 
 
 def counted(kinds: I8, choices: I32, rule: InPlaceRule) -> I64:

@@ -5,15 +5,15 @@ By compiled calls: see `ops.cpu.expert_use`. A cell is the number of an expert o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.cpu.expert_use import ADD_TOKEN, FIND_SWAPS, add_token, call_of, find_swaps
-from ops.cpu.job import record
+from ops.cpu.expert_use import TOKEN_USES, add_token, call_of, find_swaps
+from ops.cpu.job import live, record
 from ops.cpu.program import address_of, aligned
+from runtime.experts.cache import Rows
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -21,104 +21,101 @@ F64 = NDArray[np.float64]
 
 CELLS_A_CALL = 6144
 """Of those in slots so many are looked at, on average, for the ones of the lowest scores: 8 us."""
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Of each cell, changed in place: f64 first, second, i64 uses."""
-
-    first: F64
-    second: F64
-    uses: I64
+FEW_SWAPS = 32
+"""That there is room for, until more are asked for."""
 
 
 @dataclass(frozen=True)
 class Places:
     """Of each cell, looked at in place: i32 slots (-1: none), bool coming, i32 class of its slots,
-    from 0."""
+    from 0;  free  i64: free slots of each class."""
 
     slots: I32
     coming: NDArray[np.bool_]
     classes: I32
+    free: I64
 
 
 class TokenUses:
-    """Of tokens that use n_used experts in each layer at most.
-
-    shape  layers, experts;  most: swaps at a time
-    """
+    """shape: layers, experts;  growths: what a use is worth more than one a token before."""
 
     def __init__(
-        self, sums: Sums, places: Places, shape: tuple[int, int], n_used: int, most: int
+        self, places: Places, shape: tuple[int, int], growths: tuple[float, float]
     ) -> None:
-        (n_layers, n_expert), n_cells = shape, len(places.slots)
-        self.n_used, self.most = n_used, most
-        self._kept = sums, places  # whose addresses the calls have
-        choices = aligned(max(n_layers * n_used, 1), np.int32)
-        self._choices = choices[: n_layers * n_used].reshape(n_layers, n_used)
-        self._cells = aligned(max(n_cells, len(choices)), np.int64)
-        n_classes = int(places.classes.max(initial=0)) + 1
-        self._free, self._swaps = aligned(n_classes, np.int64), aligned((most, 2), np.int64)
+        n_cells, n_classes = len(places.slots), len(places.free)
+        self._places, self._n_layers = places, shape[0]
+        sums = aligned((n_cells, 4), np.float64)
+        self.first: F64 = sums[:, 0]
+        self.second: F64 = sums[:, 1]
+        self.uses: I64 = sums.view(np.int64)[:, 2]
+        """Of each cell, ever."""
+        self._cells = aligned(n_cells, np.int64)
         self._best, self._scores = aligned(n_cells, np.int64), aligned(n_cells, np.float64)
+        self._choices, self._left = aligned(n_cells, np.int32), aligned(n_classes, np.int64)
+        self._token: I32 = np.empty((shape[0], 1, 0), np.int32)
+        parts = {"choices": self._choices, "cells": self._cells, "sums": sums}
+        parts |= {"slots": places.slots, "coming": places.coming, "classes": places.classes}
+        parts |= {"free": places.free, "left": self._left}
+        parts |= {"best": self._best, "scores": self._scores}
+        self._record = record(
+            TOKEN_USES,
+            **{name: address_of(part) for name, part in parts.items()},
+            n_layers=shape[0],
+            n_expert=shape[1],
+            n_all=n_cells,
+            n_classes=n_classes,
+        )
+        self.state = live(self._record)
+        """The fields of `TOKEN_USES`: worths, weights, margin."""
+        self.state.first_worth = self.state.second_worth = 1.0
+        self.state.first_growth, self.state.second_growth = growths
         self._search_every = -(-n_cells // CELLS_A_CALL)
         self._searched = self._search_every  # calls since the lowest were looked for
-        # A list that ends before the next search would keep newcomers waiting. 0: as many as swaps.
-        kept = most * (self._search_every + 1)
-        self._n_lowest = 0 if self._search_every == 1 else kept
+        self._room_for(FEW_SWAPS)
+        self._add, self._find = call_of(add_token, self._record), call_of(find_swaps, self._record)
+
+    def _room_for(self, most: int) -> None:
+        """Find so many swaps at a time."""
+        n_classes = len(self._left)
+        # A list that ends before the next search would keep newcomers waiting.
+        kept = most if self._search_every == 1 else most * (self._search_every + 1)
+        self._most, self._searched = most, self._search_every
+        self._swaps = Rows(most)
         self._lowest = aligned((n_classes, kept), np.int64)
         self._low_scores = aligned((n_classes, kept), np.float64)
-        parts = {"choices": choices, "cells": self._cells, "uses": sums.uses}
-        parts |= {"first": sums.first, "second": sums.second, "free": self._free}
-        parts |= {"slots": places.slots, "coming": places.coming, "classes": places.classes}
-        parts |= {"best": self._best, "scores": self._scores, "swaps": self._swaps}
-        parts |= {"lowest": self._lowest, "low_scores": self._low_scores}
-        fields = {name: address_of(part) for name, part in parts.items()}
-        fields |= {"n_layers": n_layers, "n_used": n_used, "n_expert": n_expert}
-        fields |= {"n_all": n_cells, "n_classes": n_classes}
-        self._token, self._wanted = (
-            record(kind, **{name: fields[name] for name in fields if name in (kind.names or ())})
-            for kind in (ADD_TOKEN, FIND_SWAPS)
-        )
-        # The fields from n_swaps on, which change: together they take a fifth of the time.
-        self._numbers = self._wanted.view(np.int64)[-9:-3]
-        self._factors = self._wanted.view(np.float64)[-3:]
-        self._add, self._find = call_of(add_token, self._token), call_of(find_swaps, self._wanted)
+        state = self.state
+        state.swaps, state.lowest = self._swaps.address, address_of(self._lowest)
+        state.low_scores, state.most_lowest = address_of(self._low_scores), kept
 
-    def add(self, choices: I32, first_worth: float, second_worth: float) -> I64:
-        """A token chose i32[n_layers, n_used], -1: none.  The cells of its experts, in order."""
-        self._choices[:] = choices
-        token = self._token
-        token["first_worth"], token["second_worth"] = first_worth, second_worth
+    def add(self, choices: I32) -> None:
+        """A token chose i32[n_layers, 1, n_used], -1: none."""
+        if choices.shape != self._token.shape:
+            self.state.n_used = choices.shape[2]
+            self._token = self._choices[: choices.size].reshape(choices.shape)
+        self._token[:] = choices
         self._add()
-        return self._cells[: token["n_cells"].item()].copy()
 
-    def swaps(
-        self,
-        cells: I64,
-        free: Sequence[int],
-        most: int,
-        most_best: int,
-        factors: tuple[float, float],
-        margin: float,
-    ) -> list[list[int]]:
-        """Those of the cells that are worth it, each with the one that leaves for it, or -1 where
-        a slot is free.
+    @property
+    def recent(self) -> I64:
+        """The cells that were used since swaps were looked for."""
+        return self._cells[: self.state.n_cells]
 
-        cells      each once;  free: slots of each class
-        most       swaps, `self.most` at most; of the most_best cells of the highest scores
-        factors    of both sums in a score;  margin  by which a newcomer's has to be higher
+    def swaps(self, most: int, most_best: int) -> Rows:
+        """Cells used since the last call that are worth it, the best first, each with the one that
+        leaves for it, or -1 where a slot is free.  Good until the next call.
+
+        most: swaps;  most_best: cells looked at, of the highest scores
         """
-        n_cells, numbers = len(cells), self._numbers
-        self._cells[:n_cells] = cells
-        self._free[:] = free
+        if most > self._most:
+            self._room_for(most)
+        state = self.state
         self._searched += 1
         search = self._searched >= self._search_every
-        best, lowest = min(most_best, len(self._best)), self._n_lowest or most
-        numbers[1:] = n_cells, most, best, lowest, search
-        self._factors[:] = *factors, margin
+        state.most, state.most_best, state.search = most, min(most_best, len(self._best)), search
+        if self._search_every == 1:
+            state.most_lowest = most
         self._find()
-        n_swaps, _, _, _, _, left = numbers.tolist()
-        if search and not left:
+        if search and not state.search:
             self._searched = 0
-        swaps: list[list[int]] = self._swaps[:n_swaps].tolist()
-        return swaps
+        self._swaps.n = state.n_swaps
+        return self._swaps

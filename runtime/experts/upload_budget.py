@@ -39,12 +39,13 @@ class UploadBudget:
         wanted = int(LINK_SHARE * self._step_seconds / upload_seconds)
         return min(self._most, max(wanted, 1))
 
-    def decisions(self, upload_seconds: float, n_pending: int, *, pinned: bool) -> int:
-        """Uploads that may be decided on in a step, while n_pending are on their way or wait.
+    @staticmethod
+    def decisions(most: int, n_pending: int, *, pinned: bool) -> int:
+        """Uploads that may be decided on in a step in which `most` may set out, while n_pending are
+        on their way or wait.
 
         Slots of experts that wait are empty, so they wait no longer than they have to; those that
         are not `pinned` come one after the other as they are read.
         """
-        most = self.a_step(upload_seconds)
         n_steps = PENDING_STEPS if pinned else 1
         return max(min(most, n_steps * most - n_pending), 0)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from runtime.cuda.device import Device
-from runtime.cuda.stream import Copy, Event, Stream
-from runtime.experts.cache import Upload
+from runtime.cuda.stream import Event, Stream
+from runtime.experts.cache import NO_ROWS, Rows, Upload
+from runtime.experts.expert_copies import ExpertCopies
 from runtime.experts.host_experts import HostExperts, HostPart
 from runtime.experts.link_meter import LinkMeter
 from runtime.experts.staging import Staging
@@ -23,35 +25,38 @@ from runtime.experts.staging import Staging
 STAGING_BUFFERS = 4
 BATCHES = 4
 """Under way at the same time: a step starts one, and they take less time than steps."""
+MEASURE_EVERY = 8
+"""Times that copies begin: it takes the host as long as starting them."""
 NEWEST_SHARE = 0.2
 """Of the latest measurement in the time of an upload."""
 SETTLE_SECONDS = 1e-3
 
 
-class _Batch(NamedTuple):
-    """Uploads that travel together, and the staging buffers that they come from."""
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Uploads that travel together, their bytes, and the staging buffers that some come from."""
 
-    uploads: list[Upload]
-    buffers: list[int]
     event: Event
+    uploads: Rows
+    n_bytes: int = 0
+    buffers: list[int] = field(default_factory=list)
 
 
 class Uploader:
-    """host: where they are; slot_address: of a slot by number; most: uploads under way."""
+    """host: where they are, n_expert of a layer at most; most: uploads under way.
+
+    Uploads are rows of experts and slots, as those of `ExpertCache`.
+    """
 
     def __init__(
-        self,
-        device: Device,
-        host: HostExperts | HostPart,
-        slot_address: Callable[[int], int],
-        most: int,
+        self, device: Device, host: HostExperts | HostPart, n_expert: int, most: int
     ) -> None:
         """Raises: CudaError."""
-        self._host, self._slot_address, self._most = host, slot_address, most
+        self._host, self._n_expert, self._most = host, n_expert, most
         with ExitStack() as resources:
             self._stream = resources.enter_context(Stream(device, "uploads"))
-            self._events = [
-                resources.enter_context(Event(device, "uploads", timed=True))
+            self._idle = [
+                _Batch(resources.enter_context(Event(device, "uploads", timed=True)), Rows(most))
                 for _ in range(min(most, BATCHES))
             ]
             self._began = resources.enter_context(Event(device, "first upload", timed=True))
@@ -59,81 +64,125 @@ class Uploader:
             n_buffers = min(most, STAGING_BUFFERS)
             self._staging = Staging(device, max(self._slot_bytes, default=0), n_buffers)
             resources.callback(self._staging.close)
+            self.copies = ExpertCopies(self._stream, host.layers, n_expert, most)
+            """Of the uploads that the cache starts, which it writes itself."""
             self._resources = resources.pop_all()
         self._flying: deque[_Batch] = deque()
         self._n_flying = 0
         self._staged: set[Upload] = set()
-        self._n_arrived = 0  # since `_began`
+        self._n_begun = 0  # times that copies began while none was under way
+        self._is_measured = False  # since the last one of them, which was at `_began`
+        self._n_arrived = 0  # since then
         self.meter = LinkMeter(device.info.index)
         self.seconds = 0.0
         """What an upload takes the link; 0: not known yet."""
 
-    @property
-    def room(self) -> int:
-        """Uploads that may be started now."""
-        if not self._events:
+    def room(self, *, pinned: bool) -> int:
+        """Uploads that may be started now; pinned: all are or soon will be."""
+        if not self._idle:
             return 0
+        self.copies.ready(self._idle[-1].uploads)
         room = self._most - self._n_flying - len(self._staged)
-        return room if self._host.pins_all else min(room, self._staging.room)
+        return room if pinned else min(room, self._staging.room)
 
-    def start(self, uploads: Sequence[Upload]) -> None:
-        """Enqueue the copies of these experts, at most `room` of them, and of those that were read
-        meanwhile; what is not pinned is read first.
+    def start(self, uploads: Rows) -> int:
+        """Enqueue the copies of these experts, which the cache has just started, at most `room` of
+        them, and of those that were read meanwhile; what is not pinned is read first.  The bytes of
+        those that have set out.
 
-        Raises: CudaError, DeviceLost.
+        Raises: DeviceLost, CudaError.
         """
-        together: list[Upload] = []
+        written, n = self.copies.state, uploads.n
+        if self._staged or (n and written.n_others):
+            return self._start_some(uploads)
+        if n:
+            self._set_out(n, written.n_copies, written.n_bytes)
+            return int(written.n_bytes)
+        return 0
+
+    def _start_some(self, uploads: Rows) -> int:
+        """The same where not all are whole in the memory that the driver knows."""
+        copies = self.copies
+        n_copies = copies.state.n_copies if uploads.n else 0
+        n_bytes = copies.state.n_bytes if uploads.n else 0
+        others = copies.others[: copies.state.n_others if uploads.n else 0].tolist()
+        given = uploads.values.tolist()
+        rows = [row for at, row in enumerate(given) if at not in others]
+        for at in others:
+            n_copies, size = self._start_other(given[at], rows, n_copies)
+            n_bytes += size
         buffers: list[int] = []
-        copies: list[Copy] = []
-        if self._staged and self._events:
-            for upload, buffer in self._staging.read():
-                self._staged.remove(upload)
-                n_bytes, target = self._slot_bytes[upload.layer], self._slot_address(upload.slot)
-                copies.append((target, self._staging.address(buffer), n_bytes))
-                together.append(upload)
-                buffers.append(buffer)
-        host = self._host
-        all_pinned = host.pinned
-        for upload in uploads:
-            layer, expert, slot = upload
-            if not (all_pinned or host.is_pinned(layer, expert)):
-                self._staged.add(upload)
-                self._staging.start(upload, host.parts(layer, expert))
-                continue
-            target = self._slot_address(slot)
-            for offset, source, n_bytes in host.copies(layer, expert):
-                copies.append((target + offset, source, n_bytes))
-            together.append(upload)
-        if together:
-            self._begin()
-            self._stream.upload_all(copies)
-            event = self._events.pop()
-            self._stream.record(event)
-            self._flying.append(_Batch(together, buffers, event))
-            self._n_flying += len(together)
+        for upload, buffer in self._staging.read() if self._staged and self._idle else ():
+            self._staged.remove(upload)
+            size = self._slot_bytes[upload.layer]
+            source, target = self._staging.address(buffer), copies.slots.item(upload.slot)
+            n_copies = copies.batch.add(n_copies, [(target, source, size)])
+            n_bytes += size
+            rows.append([upload.layer * self._n_expert + upload.expert, upload.slot])
+            buffers.append(buffer)
+        if rows:
+            self._idle[-1].uploads.set(rows)
+            self._idle[-1].buffers = buffers
+            self._set_out(len(rows), n_copies, n_bytes)
+        return n_bytes
 
-    def _begin(self) -> None:
-        """Before the copies of a batch: nothing may be under way."""
+    def _start_other(self, row: list[int], rows: list[list[int]], n_copies: int) -> tuple[int, int]:
+        """Begin to read an expert that is not pinned, or write its copies behind n_copies, and it
+        to the rows that set out; how many copies there are then, and its bytes that set out."""
+        (layer, expert), slot = divmod(row[0], self._n_expert), row[1]
+        if not self._host.is_pinned(layer, expert):
+            upload = Upload(layer, expert, slot)
+            self._staged.add(upload)
+            self._staging.start(upload, self._host.parts(layer, expert))
+            return n_copies, 0
+        target, parts = self.copies.slots.item(slot), self._host.copies(layer, expert)
+        rows.append(row)
+        copies = [(target + offset, source, n_bytes) for offset, source, n_bytes in parts]
+        return self.copies.batch.add(n_copies, copies), sum(n_bytes for _, _, n_bytes in parts)
+
+    def _set_out(self, n: int, n_copies: int, n_bytes: int) -> None:
+        """The first of the copies are those of n uploads, which are in the next batch."""
         if not self._flying:
-            self._stream.record(self._began)
-            self.meter.begins()
-            self._n_arrived = 0
+            self._is_measured = self.meter.wanted or self._n_begun % MEASURE_EVERY == 0
+            self._n_begun += 1
+            if self._is_measured:
+                self._stream.record(self._began)
+                self.meter.begins()
+                self._n_arrived = 0
+        self.copies.batch.start(n_copies)
+        batch = self._idle.pop()
+        self._stream.record(batch.event)
+        batch.uploads.n, batch.n_bytes = n, n_bytes
+        self._flying.append(batch)
+        self._n_flying += n
 
-    def arrived(self) -> list[Upload]:
-        """Uploads that have ended since the last call.  Raises: DeviceLost, CudaError."""
-        ended: list[Upload] = []
-        last: Event | None = None
+    def arrived(self) -> Rows:
+        """Uploads that have ended since the last call; good until more are started.
+
+        Raises: DeviceLost, CudaError.
+        """
+        if not (self._flying and self._flying[0].event.passed()):
+            return NO_ROWS
+        batch = self._flying.popleft()
+        uploads, n_bytes = batch.uploads, batch.n_bytes
+        self._give(batch)
         while self._flying and self._flying[0].event.passed():
-            uploads, buffers, last = self._flying.popleft()
-            self._events.append(last)
-            for buffer in buffers:
-                self._staging.give(buffer)
-            ended += uploads
-        if last is not None:
-            self._n_flying -= len(ended)
-            self._n_arrived += len(ended)
-            self._measure(last, sum(self._slot_bytes[upload.layer] for upload in ended))
-        return ended
+            batch = self._flying.popleft()
+            uploads = Rows.of(np.concatenate([uploads.values, batch.uploads.values]))
+            n_bytes += batch.n_bytes
+            self._give(batch)
+        self._n_flying -= uploads.n
+        if self._is_measured:
+            self._n_arrived += uploads.n
+            self._measure(batch.event, n_bytes)
+        return uploads
+
+    def _give(self, batch: _Batch) -> None:
+        """It has ended."""
+        for buffer in batch.buffers:
+            self._staging.give(buffer)
+        batch.buffers.clear()
+        self._idle.append(batch)
 
     def _measure(self, last: Event, n_bytes: int) -> None:
         """All uploads since `_began` have arrived up to `last`, one behind the other, n_bytes of
@@ -144,17 +193,17 @@ class Uploader:
         share = NEWEST_SHARE if self.seconds else 1.0
         self.seconds += share * (seconds - self.seconds)
 
-    def settle(self) -> list[Upload]:
+    def settle(self) -> Rows:
         """Wait until nothing is under way; the uploads that have ended since `arrived`.
 
         Blocks for as long as a disk takes.  Raises: DeviceLost, CudaError.
         """
-        ended = self.arrived()
+        ended = [self.arrived().values.copy()]
         while self._flying or (self._staged and self._staging.failure is None):
             time.sleep(SETTLE_SECONDS)
-            self.start(())
-            ended += self.arrived()
-        return ended
+            self.start(NO_ROWS)
+            ended.append(self.arrived().values.copy())
+        return Rows.of(np.concatenate(ended))
 
     def close(self) -> None:
         """Wait for the copies, a fraction of a millisecond each, and give everything back.

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiles import HALF_LIVES, RecentUse
-from runtime.experts.cache import NO_SLOT, Expert, ExpertCache
+from runtime.experts.cache import NO_SLOT, Expert, ExpertCache, Rows
 from runtime.experts.policies import policy_from_environment
-from runtime.experts.policy import Policy, Swap
+from runtime.experts.policy import Policy
 from runtime.experts.scored_policy import I32, I64, ScoredPolicy
 from runtime.experts.usage import LifetimeUsage
 
 LOOK_EVERY = 4
-"""Steps from one look at what the cache serves to the next."""
+"""Steps from one look at what the cache serves, and at the clock, to the next."""
 FADING = 0.98
 """What a look leaves of the ones before: half after 140 steps."""
 SERVED_TOKENS = 256
@@ -145,16 +145,17 @@ class _Kept:
             self.n_tokens = 0
         if self._swaps:
             self.n_tokens += choices.shape[1]
-            self._n_calls += 1
-            if self._n_calls % LOOK_EVERY == 0:
-                self._look(choices[:, -1:])
         self.policy.used(choices)
-        self._keeper.save_if_due()
+        self._n_calls += 1
+        if self._n_calls % LOOK_EVERY == 1:
+            if self._swaps:
+                self._look(choices[:, -1:])
+            self._keeper.save_if_due()
 
     def first(self, cache: ExpertCache) -> Iterator[Expert]:
         return self.policy.first(cache)
 
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
+    def swaps(self, cache: ExpertCache, most: int) -> Rows:
         self._swaps = True
         return self.policy.swaps(cache, most)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.experts.cache import Expert, ExpertCache
-from runtime.experts.policy import I32, Policy, Swap
+from runtime.experts.cache import NO_ROWS, Expert, ExpertCache, Rows
+from runtime.experts.policy import I32, Policy
 
 
 class WholeLayers:
@@ -27,6 +27,6 @@ class WholeLayers:
             for expert in range(shape.n_expert):
                 yield layer, expert
 
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
+    def swaps(self, cache: ExpertCache, most: int) -> Rows:
         """None: what is there stays."""
-        return []
+        return NO_ROWS

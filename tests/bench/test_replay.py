@@ -17,8 +17,7 @@ from bench.routing.rates import MACHINES, Rates
 from bench.routing.replay import layer_slots, replay, shared_slots
 from bench.routing.synthetic import synthetic_trace
 from profiles import Phase, RoutingTrace, save_trace
-from runtime.experts.cache import Expert, ExpertCache
-from runtime.experts.policy import Swap
+from runtime.experts.cache import Expert, ExpertCache, Rows
 
 MB = 1_000_000
 RATES = Rates(cpu=10.0, link=10.0, vram=100.0, dram=20.0, dense_ms=1.0, hand_us=100.0, share=1.0)
@@ -50,10 +49,10 @@ class Scripted:
     def first(self, cache: ExpertCache) -> Iterator[Expert]:
         return iter([(0, expert) for expert in self._first])
 
-    def swaps(self, cache: ExpertCache, most: int) -> list[Swap]:
+    def swaps(self, cache: ExpertCache, most: int) -> Rows:
         self.n_calls += 1
         swap = self._swaps.get(self.n_calls - 1)
-        return [Swap((0, swap[0]), (0, swap[1]))] if swap and most > 0 else []
+        return Rows.of([swap] if swap and most > 0 else [])
 
 
 def test_hits_and_misses_take_their_time() -> None:

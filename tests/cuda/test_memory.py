@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime.cuda.copies import CopyBatch
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver, initialized
 from runtime.cuda.memory import Arena, DeviceBuffer, PinnedBuffer, RegisteredMemory, arena_bytes
@@ -54,7 +55,7 @@ def test_many_copies_go_up_together(device: Device, n_copies: int) -> None:
             for n, to in enumerate(order)
         ]
         stream.fill(buffer.address, 7, whole)  # before them
-        stream.upload_all(copies)
+        CopyBatch(stream, 4).upload(copies)
         stream.fill(buffer.address, 9, 3)  # behind them
         stream.download(back.host, buffer.address, whole)
         stream.synchronize()
@@ -73,7 +74,7 @@ def test_many_copies_are_one_call_where_the_driver_has_it(version: int, n_calls:
         PinnedBuffer(device, 64) as host,
         DeviceBuffer(device, 64) as buffer,
     ):
-        stream.upload_all([(buffer.address + at, host.host + at, 8) for at in (0, 16, 40)])
+        CopyBatch(stream).upload([(buffer.address + at, host.host + at, 8) for at in (0, 16, 40)])
     assert fake.calls["cuMemcpyBatchAsync"] == n_calls
     assert fake.calls["cuMemcpyHtoDAsync"] == (0 if n_calls else 3)
 
@@ -90,15 +91,18 @@ def test_a_driver_that_takes_no_batch_gets_the_copies_one_by_one() -> None:
         DeviceBuffer(device, 64) as buffer,
     ):
         host.view[:] = np.arange(64)
+        batch = CopyBatch(stream)
         for _ in range(2):
-            stream.upload_all([(buffer.address + at, host.host + at, 32) for at in (0, 32)])
+            batch.upload([(buffer.address + at, host.host + at, 32) for at in (0, 32)])
         stream.download(back.host, buffer.address, 64)
         stream.synchronize()
         np.testing.assert_array_equal(back.view, host.view)
         assert fake.calls["cuMemcpyBatchAsync"] == 1 and fake.calls["cuMemcpyHtoDAsync"] == 4
         fake.lost = CUresult["CUDA_ERROR_ILLEGAL_ADDRESS"]
         with pytest.raises(DeviceLost):
-            another.upload_all([(buffer.address, host.host, 4), (buffer.address, host.host, 4)])
+            CopyBatch(another).upload(
+                [(buffer.address, host.host, 4), (buffer.address, host.host, 4)]
+            )
         assert fake.calls["cuMemcpyBatchAsync"] == 2 and fake.calls["cuMemcpyHtoDAsync"] == 4
         fake.lost = None
 

@@ -9,10 +9,23 @@ import numpy as np
 import pytest
 
 from runtime.errors import EngineBug
-from runtime.experts.cache import NO_SLOT, Expert, ExpertCache, LayerShape, Upload
+from runtime.experts.cache import NO_ROWS, NO_SLOT, NO_VICTIM, Expert, ExpertCache, LayerShape, Rows
 
 LAYERS = [LayerShape(6, 0), LayerShape(4, 1), LayerShape(6, 0)]
 CLASSES = [0, 1, 0, 0, 1, 0]
+
+
+def cell_of(layer: int, expert: int) -> int:
+    return 6 * layer + expert
+
+
+def expert_of(cell: int) -> Expert:
+    return divmod(cell, 6)
+
+
+def replace(cache: ExpertCache, expert: Expert, victim: Expert | None) -> None:
+    leaving = NO_VICTIM if victim is None else cell_of(*victim)
+    assert not len(cache.swap(Rows.of([[cell_of(*expert), leaving]]), 0))
 
 
 class Gpu:
@@ -23,15 +36,16 @@ class Gpu:
         self.content: list[Expert | None] = [None] * cache.n_slots
         self.table: dict[Expert, int] = {}
         self.in_flight: deque[dict[Expert, int]] = deque()
-        self.copying: list[Upload] = []
+        self.copying: list[list[int]] = []
+        self.arrived: list[list[int]] = []
 
     def begin(self, most: int) -> None:
-        for change in self.cache.begin_step(most):
-            expert = (change.layer, change.expert)
-            if change.slot == NO_SLOT:
-                del self.table[expert]
+        for cell, slot in self.cache.begin_step(Rows.of(self.arrived), most).values.tolist():
+            if slot == NO_SLOT:
+                del self.table[expert_of(cell)]
             else:
-                self.table[expert] = change.slot
+                self.table[expert_of(cell)] = slot
+        self.arrived.clear()
         self.in_flight.append(dict(self.table))
 
     def end(self) -> None:
@@ -41,21 +55,21 @@ class Gpu:
         self.cache.end_step()
 
     def start(self, most: int) -> None:
-        for upload in self.cache.startable(most):
+        for cell, slot in self.cache.swap(NO_ROWS, most).values.tolist():
             for table in self.in_flight:
-                assert upload.slot not in table.values(), "a slot is overwritten while read"
-            assert CLASSES[upload.slot] == LAYERS[upload.layer].size_class
-            self.content[upload.slot] = None
-            self.copying.append(upload)
+                assert slot not in table.values(), "a slot is overwritten while read"
+            assert CLASSES[slot] == LAYERS[expert_of(cell)[0]].size_class
+            self.content[slot] = None
+            self.copying.append([cell, slot])
 
     def finish(self) -> None:
-        upload = self.copying.pop(0)
-        self.content[upload.slot] = (upload.layer, upload.expert)
-        self.cache.arrived(upload)
+        cell, slot = self.copying.pop(0)
+        self.content[slot] = expert_of(cell)
+        self.arrived.append([cell, slot])
 
     def check(self) -> None:
         slots = self.cache.slot_of[self.cache.slot_of != NO_SLOT].tolist()
-        slots += [upload.slot for upload in self.copying]
+        slots += [slot for _, slot in self.copying + self.arrived]
         assert len(slots) == len(set(slots)), "two experts have one slot"
         assert not (self.cache.coming & self.cache.resident).any()
 
@@ -72,13 +86,13 @@ def propose(cache: ExpertCache, generator: random.Random) -> None:
     if expert is None:
         return
     size_class = LAYERS[expert[0]].size_class
-    if cache.n_free(size_class) and generator.random() < 0.5:
-        cache.replace(*expert, None)
+    if cache.n_free[size_class] and generator.random() < 0.5:
+        replace(cache, expert, None)
         return
     layers = [i for i, shape in enumerate(LAYERS) if shape.size_class == size_class]
     victims = [(i, e) for i in layers for e in np.flatnonzero(cache.resident[i]).tolist()]
     if victims:
-        cache.replace(*expert, generator.choice(victims))
+        replace(cache, expert, generator.choice(victims))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -115,13 +129,13 @@ def test_what_cannot_be_is_refused() -> None:
     cache = ExpertCache(LAYERS, CLASSES)
     assert cache.fill(0, 1) is not None
     with pytest.raises(EngineBug, match="has a slot"):
-        cache.replace(0, 1, None)
-    with pytest.raises(EngineBug, match="cannot make room"):
-        cache.replace(1, 0, (0, 1))  # of another size
-    with pytest.raises(EngineBug, match="cannot make room"):
-        cache.replace(2, 0, (0, 0))  # in no slot
-    cache.replace(1, 0, None)
-    cache.replace(1, 1, None)
+        replace(cache, (0, 1), None)
+    with pytest.raises(EngineBug, match="of another size, or of none"):
+        replace(cache, (1, 0), (0, 1))  # of another size
+    with pytest.raises(EngineBug, match="of another size, or of none"):
+        replace(cache, (2, 0), (0, 0))  # in no slot
+    replace(cache, (1, 0), None)
+    replace(cache, (1, 1), None)
     with pytest.raises(EngineBug, match="no free slot"):
-        cache.replace(1, 2, None)
+        replace(cache, (1, 2), None)
     assert cache.fill(1, 3) is None

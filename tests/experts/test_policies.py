@@ -10,7 +10,7 @@ import pytest
 
 from profiles import RecentUse
 from runtime.errors import ConfigError
-from runtime.experts.cache import NO_SLOT, ExpertCache, LayerShape, Upload
+from runtime.experts.cache import NO_ROWS, NO_SLOT, NO_VICTIM, ExpertCache, LayerShape, Rows
 from runtime.experts.fitted_policy import FIRST_WEIGHTS, FittedPolicy
 from runtime.experts.policies import POLICIES, policy_from_environment
 from runtime.experts.scored_policy import VICTIMS_A_TOKEN, PolicySettings, ScoredPolicy
@@ -42,13 +42,12 @@ class Driver:
 
     def __init__(self, policy: ScoredPolicy, cache: ExpertCache, room: int = 3) -> None:
         self.policy, self.cache, self.room = policy, cache, room
-        self.flying: deque[Upload] = deque()
+        self.flying: deque[list[int]] = deque()
         self.n_swaps = self.n_hits = self.n_misses = 0
 
     def step(self, choices: np.ndarray) -> None:
-        while len(self.flying) > self.room:
-            self.cache.arrived(self.flying.popleft())
-        self.cache.begin_step(64)
+        late = [self.flying.popleft() for _ in range(len(self.flying) - self.room)]
+        self.cache.begin_step(Rows.of(late), 64)
         used = choices[choices >= 0]
         found = self.cache.slot_of[np.nonzero(choices >= 0)[0], used] != NO_SLOT
         self.n_hits += int(found.sum())
@@ -56,10 +55,8 @@ class Driver:
         self.policy.used(choices)
         swaps = self.policy.swaps(self.cache, self.room)
         assert len(swaps) <= self.room
-        for swap in swaps:
-            self.cache.replace(*swap.expert, swap.victim)  # EngineBug for what cannot be
-            self.n_swaps += 1
-        self.flying += self.cache.startable(64)
+        self.n_swaps += len(swaps)
+        self.flying += self.cache.swap(swaps, 64).values.tolist()  # EngineBug for what cannot be
         self.cache.end_step()
 
 
@@ -72,7 +69,7 @@ def test_every_policy_keeps_the_rules(name: str, filled: bool, sticky: float) ->
     if filled:
         for layer, expert in policy.first(cache):
             cache.fill(layer, expert)
-        assert cache.n_free(0) == cache.n_free(1) == 0
+        assert not cache.n_free.any()
     driver = Driver(policy, cache)
     for step in range(400):
         driver.step(random_choices(random, 1 + 4 * (step % 50 == 0)))
@@ -91,7 +88,7 @@ def test_one_look_never_names_a_victim_twice(name: str) -> None:
     policy.know(np.ones(cache.slot_of.shape, np.uint64), 1)
     for expert in range(n_slots):
         cache.fill(0, expert)
-    cache.begin_step(0)
+    cache.begin_step(NO_ROWS, 0)
     absent = np.arange(n_slots, 3 * n_slots, dtype=np.int32)
     for _ in range(2):
         policy.used(absent[None, None, :1])
@@ -102,20 +99,19 @@ def test_one_look_never_names_a_victim_twice(name: str) -> None:
         policy.used(absent[None, None])
     listed = len(policy._victims.get(0, ()))  # the default looks at all of them every time
     swaps = policy.swaps(cache, n_slots)
-    victims = [swap.victim for swap in swaps]
+    victims = swaps.values[:, 1].tolist()
     assert len(victims) > listed and len(set(victims)) == len(victims)
     assert listed or name == "fitted"
-    for swap in swaps:
-        cache.replace(*swap.expert, swap.victim)  # EngineBug for what cannot be
+    cache.swap(swaps, 0)  # EngineBug for what cannot be
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_proposed_without_room_or_use(name: str) -> None:
     cache = a_cache()
     policy = POLICIES[name](cache, PolicySettings())
-    assert policy.swaps(cache, 4) == []
+    assert not len(policy.swaps(cache, 4))
     policy.used(random_choices(np.random.default_rng(0)))
-    assert policy.swaps(cache, 0) == []
+    assert not len(policy.swaps(cache, 0))
 
 
 def test_the_first_experts_are_those_used_most() -> None:
@@ -143,7 +139,8 @@ def use(policy: ScoredPolicy, cache: ExpertCache, *experts: int) -> list[int | N
     """Tokens that use one expert each; the victims that the swaps after the last one name."""
     for expert in experts:
         policy.used(np.array([[[expert]]], np.int32))
-    return [swap.victim[1] if swap.victim else None for swap in policy.swaps(cache, 1)]
+    victims = policy.swaps(cache, 1).values[:, 1].tolist()
+    return [None if victim == NO_VICTIM else victim for victim in victims]
 
 
 @pytest.mark.parametrize(

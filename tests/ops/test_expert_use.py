@@ -8,7 +8,7 @@ import pytest
 from ops.gpu.router import in_place
 from runtime.experts import token_uses
 from runtime.experts.served import InPlaceRule, UseCounter, counted
-from runtime.experts.token_uses import Places, Sums, TokenUses
+from runtime.experts.token_uses import Places, TokenUses
 from runtime.experts.totals import IN_PLACE, N_KINDS, NOBODY, ON_CPU
 
 N_LAYERS, N_EXPERT, N_USED = 5, 24, 4
@@ -30,7 +30,8 @@ def test_choices_are_counted(n_tokens: int, every: int) -> None:
     random = np.random.default_rng(n_tokens)
     kinds = random.integers(0, NOBODY, (N_LAYERS, N_EXPERT)).astype(np.int8)
     rule = InPlaceRule(every, np.ones(N_LAYERS, np.bool_), 8)
-    counter = UseCounter(kinds)
+    totals = np.zeros((N_LAYERS, N_KINDS), np.int64)
+    counter, all_counts = UseCounter(kinds, totals), totals.copy()
     for _ in range(3):
         kinds[random.random(kinds.shape) < 0.3] = ON_CPU  # it looks anew every time
         wide = some_choices(random, n_tokens + 2)
@@ -51,8 +52,10 @@ def test_choices_are_counted(n_tokens: int, every: int) -> None:
             assert choices.size > kinds.size and len(found) == 1
             whole = [kind for kind in range(N_KINDS) if kind != NOBODY]
             assert np.array_equal(found[0][:, whole], expected.sum(axis=0)[:, whole])
+        all_counts += found.sum(axis=0)
+        assert np.array_equal(totals, all_counts)
         kept = found.copy()
-        counter.counted(some_choices(random, 1), rule)
+        all_counts += counter.counted(some_choices(random, 1), rule)[0]
         assert np.array_equal(found, kept), "a result is its owner's"
 
 
@@ -61,27 +64,53 @@ class Cells:
 
     def __init__(self, seed: int) -> None:
         self.random = random = np.random.default_rng(seed)
-        self.first, self.second = random.random(N_CELLS), random.random(N_CELLS)
-        self.n_uses = random.integers(0, 9, N_CELLS)
         self.slots = np.where(random.random(N_CELLS) < 0.5, -1, 7).astype(np.int32)
         self.coming = (random.random(N_CELLS) < 0.1) & (self.slots < 0)
         self.classes = np.repeat([0, 1, 0, 0, 1], N_EXPERT).astype(np.int32)
-        sums = Sums(self.first, self.second, self.n_uses)
-        places = Places(self.slots, self.coming, self.classes)
-        self.uses = TokenUses(sums, places, (N_LAYERS, N_EXPERT), N_USED, 16)
+        self.free = np.zeros(2, np.int64)
+        places = Places(self.slots, self.coming, self.classes, self.free)
+        self.uses = TokenUses(places, (N_LAYERS, N_EXPERT), (1.5, 1.25))
+        self.first, self.second = self.uses.first, self.uses.second
+        self.n_uses = self.uses.uses
+        self.first[:], self.second[:] = random.random(N_CELLS), random.random(N_CELLS)
+        self.n_uses[:] = random.integers(0, 9, N_CELLS)
+
+    def swaps(
+        self,
+        used: np.ndarray,
+        free: list[int],
+        most: int,
+        n_best: int,
+        weights: tuple[float, float],
+        margin: float,
+    ) -> list[list[int]]:
+        """Those of tokens that have used these cells, each once."""
+        state = self.uses.state
+        self.uses._cells[: len(used)] = used
+        self.free[:] = free
+        state.n_cells, state.margin = len(used), margin
+        state.first_weight, state.second_weight = weights
+        found: list[list[int]] = self.uses.swaps(most, n_best).values.tolist()
+        assert self.free.tolist() == free and not len(self.uses.recent)
+        return found
 
 
 def test_a_tokens_uses_are_added() -> None:
     cells = Cells(1)
-    for _ in range(20):
+    for token in range(20):
         before = cells.first.copy(), cells.second.copy(), cells.n_uses.copy()
-        choices = some_choices(cells.random, 1)[:, 0]
-        found = cells.uses.add(choices, 1.5, 0.25)
+        choices = some_choices(cells.random, 1)
+        cells.uses.add(choices)
+        choices = choices[:, 0]
+        found = cells.uses.recent.copy()
         assert np.array_equal(found, (choices + BASES)[choices >= 0])
+        cells.uses.swaps(0, 0)
+        worths = cells.uses.state.first_worth, cells.uses.state.second_worth, 1
+        assert worths == (1.5 ** (token + 1), 1.25 ** (token + 1), 1)
         was_used = np.zeros(N_CELLS, np.int64)
         was_used[found] = 1
         sums = cells.first, cells.second, cells.n_uses
-        for now, then, worth in zip(sums, before, (1.5, 0.25, 1), strict=True):
+        for now, then, worth in zip(sums, before, worths, strict=True):
             assert np.array_equal(now, then + worth * was_used)
 
 
@@ -91,13 +120,28 @@ def test_what_is_no_experts_number_counts_as_none() -> None:
     choices = np.full((N_LAYERS, N_USED), N_EXPERT, np.int32)
     choices[:, 1], choices[:, 2] = 1 << 30, -(1 << 31)
     choices[1, 3] = N_EXPERT - 1
-    assert cells.uses.add(choices, 1.0, 2.0).tolist() == [2 * N_EXPERT - 1]
+    cells.uses.add(choices[:, None])
+    assert cells.uses.recent.tolist() == [2 * N_EXPERT - 1]
     for now, then in zip((cells.first, cells.second, cells.n_uses), before, strict=True):
         assert np.flatnonzero(now != then).tolist() == [2 * N_EXPERT - 1]
     rule = InPlaceRule(0, np.ones(N_LAYERS, np.bool_), 8)
-    counts = UseCounter(np.zeros((N_LAYERS, N_EXPERT), np.int8)).counted(choices[:, None], rule)
+    counts = UseCounter(
+        np.zeros((N_LAYERS, N_EXPERT), np.int8), np.zeros((N_LAYERS, N_KINDS), np.int64)
+    ).counted(choices[:, None], rule)
     assert counts.sum() == counts[..., [ON_CPU, NOBODY]].sum() == choices.size
     assert counts[..., ON_CPU].sum() == 1
+
+
+def test_a_cell_that_several_tokens_use_is_looked_at_once() -> None:
+    cells = Cells(1)
+    for expert in (3, 5, 3):
+        cells.uses.add(np.full((N_LAYERS, 1, 1), expert, np.int32))
+    assert sorted(cells.uses.recent.tolist()) == sorted(
+        np.add(BASES, [[3, 5]]).reshape(-1).tolist()
+    )
+    cells.uses.swaps(0, 0)
+    cells.uses.add(np.full((N_LAYERS, 1, 1), 3, np.int32))
+    assert cells.uses.recent.tolist() == (BASES[:, 0] + 3).tolist()
 
 
 def expected_swaps(
@@ -129,7 +173,7 @@ def test_who_comes_and_who_leaves(free: list[int], most: int, n_best: int) -> No
         cells = Cells(seed)
         for margin in (0.0, 0.3, 0.8):
             wanted = np.flatnonzero(cells.random.random(N_CELLS) < 0.4)
-            found = cells.uses.swaps(wanted, free, most, n_best, (0.3, 0.6), margin)
+            found = cells.swaps(wanted, free, most, n_best, (0.3, 0.6), margin)
             assert found == expected_swaps(cells, wanted, free, most, n_best, margin)
             n_swaps += len(found)
     assert n_swaps > 0
@@ -139,11 +183,11 @@ def test_of_equals_the_last_comes_and_the_first_leaves() -> None:
     cells = Cells(0)
     cells.first[:], cells.second[:], cells.slots[:], cells.coming[:] = 0.0, 0.0, 5, False
     cells.first[:4], cells.slots[:4] = 1.0, -1
-    swaps = cells.uses.swaps(np.arange(4), [0, 0], 3, 9, (1.0, 1.0), 0.5)
+    swaps = cells.swaps(np.arange(4), [0, 0], 3, 9, (1.0, 1.0), 0.5)
     assert swaps == [[3, 4], [2, 5], [1, 6]]
-    assert cells.uses.swaps(np.arange(4), [0, 0], 3, 9, (1.0, 1.0), 1.0) == []
-    assert cells.uses.swaps(np.arange(4, 9), [9, 9], 3, 9, (1.0, 1.0), 0.0) == []
-    assert cells.uses.swaps(np.arange(0), [9, 9], 3, 9, (1.0, 1.0), 0.0) == []
+    assert cells.swaps(np.arange(4), [0, 0], 3, 9, (1.0, 1.0), 1.0) == []
+    assert cells.swaps(np.arange(4, 9), [9, 9], 3, 9, (1.0, 1.0), 0.0) == []
+    assert cells.swaps(np.arange(0), [9, 9], 3, 9, (1.0, 1.0), 0.0) == []
 
 
 def test_of_many_the_lowest_are_kept_for_some_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +199,7 @@ def test_of_many_the_lowest_are_kept_for_some_calls(monkeypatch: pytest.MonkeyPa
     cells.first[4:] = np.arange(4, N_CELLS) / N_CELLS  # the lowest are 4, 5, 6, ...
 
     def victims(most: int) -> list[int]:
-        found = cells.uses.swaps(np.arange(4), [0, 0], most, 9, (1.0, 0.0), 0.5)
+        found = cells.swaps(np.arange(4), [0, 0], most, 9, (1.0, 0.0), 0.5)
         return [victim for _, victim in found]
 
     assert victims(2) == [4, 5]

@@ -11,13 +11,14 @@ from itertools import count
 from typing import Any
 
 from tests.support.cuda_constants import ATTRIBUTES, ENUMS, CUresult
+from tests.support.native_calls import NativeCalls
 
 NO_CONTEXT = frozenset(
     f"cu{name}"
     for name in (
         *("Init", "DriverGetVersion", "GetErrorString", "DeviceGet", "DeviceGetCount"),
         *("DeviceGetName", "DeviceTotalMem", "DeviceGetAttribute", "DevicePrimaryCtxRetain"),
-        *("DevicePrimaryCtxRelease", "CtxSetCurrent", "DeviceCanAccessPeer"),
+        *("DevicePrimaryCtxRelease", "CtxSetCurrent", "DeviceCanAccessPeer", "GetProcAddress"),
     )
 )
 """Functions that work before a context is current."""
@@ -83,6 +84,9 @@ class FakeCalls:
         self.calls: Counter[str] = Counter()
         self.objects: dict[int, tuple[str, Any]] = {}
         self.lost: CUresult | None = None
+        self.raised: BaseException | None = None
+        """What a native call has raised: the next call by Python does."""
+        self.native = NativeCalls(self)
         self._handles = count(0x1000)
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -116,6 +120,9 @@ class FakeCalls:
 
     def _call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self.calls[name] += 1
+        raised, self.raised = self.raised, None
+        if raised is not None:
+            raise raised
         try:
             with self._lock:
                 self._may_fail(name)

@@ -59,6 +59,11 @@ class FakeMemory(FakeCalls):
     def _cuDriverGetVersion(self) -> int:
         return self.version
 
+    def _cuGetProcAddress(self, symbol: bytes, cudaVersion: int, flags: Any) -> tuple[int, int]:
+        if cudaVersion > self.version:
+            raise Failure("NOT_FOUND")
+        return self.native.address(symbol.decode()), 0
+
     def _cuGetErrorString(self, error: Any) -> bytes:
         return f"words for {error.name}".encode()
 

@@ -21,8 +21,10 @@ from runtime.engine.step import I32, DeviceWork, Step
 from runtime.errors import EngineBug
 
 U8 = NDArray[np.uint8]
-Delta = tuple[int, int, int, int]
-"""A row of the model's table of experts, and its new addresses of gate, up and down."""
+Deltas = NDArray[np.uint64]
+"""u64[n, 4]: rows of the model's table of experts, and their new addresses of gate, up, down."""
+
+NO_DELTAS: Deltas = np.zeros((0, 4), np.uint64)
 
 ANY_CHAIN = (1.0, -np.inf, 0, 0, 0, 1.0, 0, 0)
 """Of an output whose candidates the host chooses from."""
@@ -147,7 +149,7 @@ class ControlWriter:
         self._n_deltas = deltas[:4].view(np.uint32)
         self._deltas = deltas[DELTAS_HEADER_BYTES:].view(np.uint64).reshape(-1, 4)
 
-    def write(self, step: Step, cell_pages: I32, deltas: Sequence[Delta] = ()) -> None:
+    def write(self, step: Step, cell_pages: I32, deltas: Deltas | tuple[()] = ()) -> None:
         """Write the step; `cell_pages` i32[n_tokens] are the pages that hold its tokens.
 
         Raises: EngineBug for more changes than there is room for.
@@ -168,7 +170,7 @@ class ControlWriter:
         if step.sampling is not None and len(self._k):
             self._write_sampling(step.sampling)
         self._n_deltas[0] = len(deltas)
-        if deltas:
+        if len(deltas):
             if len(deltas) > len(self._deltas):
                 raise EngineBug(f"{len(deltas)} changes of the table, room for {len(self._deltas)}")
             self._deltas[: len(deltas)] = deltas

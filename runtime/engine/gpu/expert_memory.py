@@ -24,11 +24,8 @@ from runtime.engine.gpu.plan_parts import StepMemory
 from runtime.engine.gpu.share_plan import SharePlan
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
 from runtime.errors import ConfigError
-from runtime.experts.cached_experts import CachedExperts
+from runtime.experts.cached_experts import RULE, CachedExperts
 from runtime.notices import Notices, Reason
-
-RULE = 3
-"""Column of the table: which misses are read in place."""
 
 
 class ExpertMemory:

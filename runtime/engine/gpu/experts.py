@@ -6,7 +6,7 @@ kernels (0: not on the GPU), and a spare. Rows of layers without experts stay 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ops.gpu.expert import ADDRESSES
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
-from runtime.engine.gpu.control import Delta
+from runtime.engine.gpu.control import NO_DELTAS, Deltas
 from runtime.engine.gpu.plan_parts import Fetches
 from runtime.engine.gpu.transfer import transfer_all, transfer_of
 from runtime.experts.totals import ExpertTotals, StepUse
@@ -38,8 +38,9 @@ class StepExperts(Protocol):
         then prompts are performed in parts that the CPU serves."""
         ...
 
-    def before_step(self) -> Sequence[Delta]:
-        """Changes of the table that the next step begins with; called once a step."""
+    def before_step(self) -> Deltas:
+        """Changes of the table that the next step begins with, good until the next call; called
+        once a step."""
         ...
 
     def while_running(self) -> None:
@@ -183,8 +184,8 @@ class ResidentExperts:
     def show(self, kinds: I8) -> None:
         """The CPU computes none of them: nothing changes."""
 
-    def before_step(self) -> Sequence[Delta]:
-        return ()
+    def before_step(self) -> Deltas:
+        return NO_DELTAS
 
     def while_running(self) -> None:
         """There is nothing to move."""

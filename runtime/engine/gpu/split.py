@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from runtime.cuda.graph import Graph
 from runtime.cuda.stream import Stream
 from runtime.engine.gpu.captured_steps import CapturedStep, CapturedSteps
-from runtime.engine.gpu.control import Delta
+from runtime.engine.gpu.control import Deltas
 from runtime.engine.gpu.experts import I32, ExpertStore
 from runtime.engine.gpu.kv import PageMemory
 from runtime.engine.gpu.links import Links
@@ -200,13 +202,12 @@ class SplitExperts:
         """See `StepExperts`; GPUs that miss nothing have nothing to wait for."""
         return all(store.may_fetch for store in self.stores if not store.is_complete)
 
-    def before_step(self) -> Sequence[Delta]:
+    def before_step(self) -> Deltas:
         """See `ExpertStore`; the rows are counted through all GPUs' tables."""
-        return [
-            (first + row, gate, up, down)
-            for store, first in zip(self.stores, self._rows, strict=True)
-            for row, gate, up, down in store.before_step()
-        ]
+        each = [store.before_step().copy() for store in self.stores]
+        for deltas, first in zip(each, self._rows, strict=True):
+            deltas[:, 0] += np.uint64(first)
+        return np.concatenate(each)
 
     def while_running(self) -> None:
         for store in self.stores:
