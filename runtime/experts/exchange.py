@@ -40,6 +40,9 @@ I8 = NDArray[np.int8]
 F64 = NDArray[np.float64]
 EARLIER = 2
 """Steps: a number that no step in flight has."""
+TIMED_SECONDS = 30.0
+"""Without progress a worker may take so long for what the host posts: its pages may come from a
+disk."""
 MOST_BEGUN = 2
 """Steps that have not ended: one is served, one waits behind it."""
 
@@ -179,16 +182,14 @@ class Exchange:
         and this one was launched `behind` it."""
         layer = self._lost.take(epoch, behind=behind)
         if layer is not None:
-            raise ExchangeStalled(
-                f"the CPU workers showed no progress for {self._patience_ns / 1e9:g} s in MoE "
-                f"layer {layer}"
-            )
+            raise _stalled(self._patience_ns / 1e9, layer)
 
     def timed(self, layer: int, experts: Sequence[int]) -> float:
         """Seconds that the team takes for these experts of a MoE layer, missed by one token: the
         host posts them, as no GPU does.  No step is in flight, and what is posted counts for none.
 
-        Blocks.
+        Blocks.  Raises: ExchangeStalled where a worker shows no progress for `TIMED_SECONDS`; it
+        is let go, and steps have to wait for it.
         """
         epoch = (int(self._done[0]) - EARLIER) & 0xFFFFFFFF  # one that has ended, for the team
         number = words.sequence(epoch, len(self._layers), layer)
@@ -198,11 +199,23 @@ class Exchange:
         self._word(words.POSTED)[0] = number
         serve = self._serves[self._next]  # both have served the same epoch by the second call
         self.begin(epoch)
-        while not self.idle:
-            time.sleep(0)
+        self._until_idle(layer)
         posted, served = serve.times.layers(self._clock)[layer]
         self._word(words.POSTED)[0] = self._word(words.FORESEEN)[0] = 0
         return float(served - posted)
+
+    def _until_idle(self, layer: int) -> None:
+        """Wait for the end of what the host has posted."""
+        heartbeat, news = self._word(words.HEARTBEAT, 2), time.monotonic()
+        seen = heartbeat.tolist()
+        while not self.idle:
+            time.sleep(0)
+            now = heartbeat.tolist()
+            if now != seen:
+                seen, news = now, time.monotonic()
+            elif time.monotonic() - news > TIMED_SECONDS:
+                self.abort()
+                raise _stalled(TIMED_SECONDS, layer)
 
     def _word(self, at: int, n: int = 1) -> NDArray[np.uint32]:
         """Some u32 of the shared memory."""
@@ -259,6 +272,12 @@ def forecast_bytes(layers: Sequence[MoeSpec]) -> int:
     few values more."""
     widest = max(layer.n_expert for layer in layers)
     return FORECAST_TOKENS * 4 * (2 * -(-widest // 4) * 4 + 8)
+
+
+def _stalled(seconds: float, layer: int) -> ExchangeStalled:
+    return ExchangeStalled(
+        f"the CPU workers showed no progress for {seconds:g} s in MoE layer {layer}"
+    )
 
 
 def _zeroed(device: Device, resources: ExitStack) -> DeviceBuffer:

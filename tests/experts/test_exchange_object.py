@@ -13,6 +13,7 @@ from ops.cpu.program import aligned
 from ops.cpu.team import Team, acquire_team
 from runtime.cuda.device import Device
 from runtime.errors import DeviceError, EngineBug, ExchangeStalled
+from runtime.experts import exchange as module
 from runtime.experts.exchange import Exchange, ExchangeSizes
 from runtime.experts.serve_times import ServeTimes
 from tests.support.fake_driver import FakeDriver
@@ -193,4 +194,26 @@ def test_what_is_timed_is_read_from_the_run_that_was_timed(
     seconds = [exchange.timed(call % 2, [0, 1, 2]) for call in range(4)]
     assert all(s > 0 for s in seconds)
     assert [times.index(one) for one in read] == [0, 1, 0, 1]
+    exchange.close()
+
+
+def test_workers_that_never_return_end_what_is_timed(
+    device: Device, team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = exchange_of(device, team)
+    DONE[0] = 100
+    monkeypatch.setattr(module, "TIMED_SECONDS", 0.05)
+    with monkeypatch.context() as stuck:
+        begin = Exchange.begin
+
+        def never_ends(self: Exchange, epoch: int) -> None:
+            begin(self, epoch)
+            stuck.setattr(Exchange, "idle", False)
+
+        stuck.setattr(Exchange, "begin", never_ends)
+        with pytest.raises(ExchangeStalled, match=r"no progress for 0.05 s in MoE layer 1"):
+            exchange.timed(1, [0, 1])
+    while not exchange.idle:
+        pass
+    assert exchange.timed(1, [0, 1]) > 0  # the next one may succeed
     exchange.close()
