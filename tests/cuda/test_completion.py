@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from runtime.cuda import completion
 from runtime.cuda.completion import reached
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver
@@ -53,6 +55,26 @@ def test_long_waits_pause_and_still_end(device: Device, hold: Hold) -> None:
             await asyncio.wait_for(waiting, 5)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("seconds", "sleeps"), [(6e-3, False), (60e-3, True)])
+def test_it_sleeps_only_where_timers_are_fine_enough(
+    seconds: float, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose time is not known yet is not noticed by a timer's resolution later."""
+    now, pauses = 100.0, list[float]()
+
+    async def sleep(pause: float) -> None:
+        nonlocal now
+        pauses.append(pause)
+        now += pause or 1e-4
+
+    monkeypatch.setattr(completion.asyncio, "sleep", sleep)
+    monkeypatch.setattr(completion, "time", SimpleNamespace(monotonic=lambda: now))
+    asyncio.run(reached(lambda: now >= 100.0 + seconds))
+    long = [pause for pause in pauses if pause]
+    assert bool(long) == sleeps and min(long, default=1e-3) >= 1e-3
+    assert now - 100.0 <= seconds * 17 / 16 + 1e-4
 
 
 def test_cancelling_stops_the_looking(device: Device, hold: Hold) -> None:
