@@ -41,9 +41,14 @@ class CopyBatch:
     the driver has one for that and takes it: most of a copy's time for the host is the call's.
     """
 
-    def __init__(self, stream: Stream, most: int = 64) -> None:
-        """Raises: CudaError."""
-        self._stream = stream
+    def __init__(
+        self, stream: Stream, most: int = 64, tell: Callable[[str], object] = logger.warning
+    ) -> None:
+        """tell: gets why each copy is a call from now on, where the driver takes no batch
+
+        Raises: CudaError.
+        """
+        self._stream, self._tell = stream, tell
         self._attributes = _Attributes(IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)  # the first copy of these attributes
         self._failed = ctypes.c_size_t(0)
@@ -87,8 +92,8 @@ class CopyBatch:
         except DeviceLost:
             raise
         except CudaError as error:
-            logger.warning("many copies by one call are not possible here: %s", error)
             self._call = None
+            self._tell(f"the driver does not take many copies by one call: {error}")
             self._one_by_one(n)
 
     def _one_by_one(self, n: int) -> None:

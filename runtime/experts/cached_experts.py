@@ -7,6 +7,7 @@ steps, and both take microseconds; decisions and the start of uploads happen whi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -44,6 +45,8 @@ from runtime.experts.uploader import Uploader
 from runtime.models.spec import ModelSpec
 from runtime.profiling.record import Span
 
+logger = logging.getLogger(__name__)
+
 I8 = NDArray[np.int8]
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
@@ -70,12 +73,15 @@ class CachedExperts:
         host: HostExperts | HostPart,
         settings: CacheSettings,
         policy: Callable[[ExpertCache], Policy] = default_policy,
+        tell: Callable[[str], object] = logger.warning,
     ) -> None:
         """Allocates; `load` fills.  The host's experts are used as they become pinned.
 
+        tell: gets why uploads cost more than they need
         Raises: OutOfDeviceMemory, CudaError.
         """
         self._device, self._spec, self._host, self._settings = device, spec, host, settings
+        self._tell = tell
         self._rows = [index * max(spec.n_expert_max, 1) for index, _ in moe_layers(spec)]
         sizes = [layer.slot_bytes for layer in host.layers]
         self._slots: list[int] = []
@@ -86,7 +92,7 @@ class CachedExperts:
             self.fetches = self._fetches(resources)
             most = max(settings.uploads_a_step, 1)
             n_expert = max((layer.n_expert for layer in host.layers), default=0)
-            self._uploader = Uploader(device, host, n_expert, most)
+            self._uploader = Uploader(device, host, n_expert, most, tell)
             resources.callback(self._uploader.close)
             self._reads = InPlaceReads(device, host, spec.n_expert_max, BY_SLOT_TOKENS)
             resources.callback(self._reads.close)
@@ -179,7 +185,7 @@ class CachedExperts:
                     raise
                 self._settings = self._settings.halved()
         uploads = self.cache.refill(classes, best)
-        load_first(self._device, self._host, uploads, self._slots.__getitem__, int)
+        load_first(self._device, self._host, uploads, self._slots.__getitem__, int, tell=self._tell)
         self._slots_hold()
         return self._settings
 
@@ -213,7 +219,7 @@ class CachedExperts:
         uploads = [upload for upload in filled if upload is not None]
         seconds = START_SECONDS if self._settings.uploads_a_step else inf
         for upload in load_first(
-            self._device, self._host, uploads, self._slots.__getitem__, moved, seconds
+            self._device, self._host, uploads, self._slots.__getitem__, moved, seconds, self._tell
         ):
             self.cache.unfill(upload)
         self._slots_hold()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,15 @@ class ExpertCopies:
     """Of up to `most` experts of these layers at a time, n_expert of a layer at most."""
 
     def __init__(
-        self, stream: Stream, layers: Sequence[LayerExperts], n_expert: int, most: int
+        self,
+        stream: Stream,
+        layers: Sequence[LayerExperts],
+        n_expert: int,
+        most: int,
+        tell: Callable[[str], object],
     ) -> None:
-        """Raises: CudaError."""
-        self.batch = CopyBatch(stream, 3 * max(most, 1))
+        """tell: as of `CopyBatch`.  Raises: CudaError."""
+        self.batch = CopyBatch(stream, 3 * max(most, 1), tell)
         parts = [[(m.offset, m.host, m.stride, m.n_bytes) for m in la.matrices] for la in layers]
         self._parts = np.array(parts, np.int64).reshape(-1, 12)
         self.others: I64 = aligned(max(most, 1), np.int64)

@@ -7,6 +7,7 @@ start does not wait for all of them where they may also come while the engine se
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from math import inf
@@ -18,6 +19,8 @@ from runtime.engine.gpu.transfer import Transfer, transfer_all
 from runtime.experts.cache import Upload
 from runtime.experts.host_experts import HostExperts, HostPart
 from runtime.experts.pinned_pages import bytes_at
+
+logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 256 << 20
 """Between two signs of progress."""
@@ -38,17 +41,19 @@ def load_first(
     slot_address: Callable[[int], int],
     moved: Callable[[int], object],
     seconds: float = inf,
+    tell: Callable[[str], object] = logger.warning,
 ) -> list[Upload]:
     """Fill the slots, the first of them first; `moved` gets the bytes of each batch.  Returns what
     there was no time for.
 
     seconds: no batch begins later
+    tell: as of `CopyBatch`
     Raises: PinningFailed, CudaError; whatever `moved` raises.
     """
     rest, began = list(uploads), time.monotonic()
     news = began
     with Stream(device, "first experts") as stream:
-        batch = CopyBatch(stream)
+        batch = CopyBatch(stream, tell=tell)
         while rest:
             if time.monotonic() - began >= seconds:
                 return rest

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -49,9 +50,14 @@ class Uploader:
     """
 
     def __init__(
-        self, device: Device, host: HostExperts | HostPart, n_expert: int, most: int
+        self,
+        device: Device,
+        host: HostExperts | HostPart,
+        n_expert: int,
+        most: int,
+        tell: Callable[[str], object],
     ) -> None:
-        """Raises: CudaError."""
+        """tell: as of `CopyBatch`.  Raises: CudaError."""
         self._host, self._n_expert, self._most = host, n_expert, most
         with ExitStack() as resources:
             self._stream = resources.enter_context(Stream(device, "uploads"))
@@ -64,7 +70,7 @@ class Uploader:
             n_buffers = min(most, STAGING_BUFFERS)
             self._staging = Staging(device, max(self._slot_bytes, default=0), n_buffers)
             resources.callback(self._staging.close)
-            self.copies = ExpertCopies(self._stream, host.layers, n_expert, most)
+            self.copies = ExpertCopies(self._stream, host.layers, n_expert, most, tell)
             """Of the uploads that the cache starts, which it writes itself."""
             self._resources = resources.pop_all()
         self._flying: deque[_Batch] = deque()

@@ -91,9 +91,11 @@ def test_a_driver_that_takes_no_batch_gets_the_copies_one_by_one() -> None:
         DeviceBuffer(device, 64) as buffer,
     ):
         host.view[:] = np.arange(64)
-        batch = CopyBatch(stream)
+        told: list[str] = []
+        batch = CopyBatch(stream, tell=told.append)
         for _ in range(2):
             batch.upload([(buffer.address + at, host.host + at, 32) for at in (0, 32)])
+        assert len(told) == 1 and "CUDA_ERROR_INVALID_VALUE" in told[0]
         stream.download(back.host, buffer.address, 64)
         stream.synchronize()
         np.testing.assert_array_equal(back.view, host.view)

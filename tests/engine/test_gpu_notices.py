@@ -20,6 +20,7 @@ from runtime.notices import Notices, Reason
 from tests.engine.test_gpu_executor import executor_of
 from tests.support.bad_gpu import bad_machine, config_of
 from tests.support.block_models import BLOCK_MODELS
+from tests.support.cuda_constants import CUresult
 from tests.support.fake_driver import Failure
 from tests.support.stub_kernels import StubKernels
 
@@ -73,6 +74,21 @@ async def test_weights_that_go_by_way_of_buffers_are_told(
         async with open_engine(config_of(small_model(tmp_path))) as engine:
             told = [n.text for n in engine.notices.all if n.reason is Reason.UNPINNED]
         assert len(told) == refuses and all("by way of buffers" in text for text in told)
+
+
+async def test_a_driver_that_takes_no_batch_of_copies_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = bad_machine(monkeypatch, tmp_path / "cubins")
+    fake.kernels = StubKernels()
+    fake.fail["cuMemcpyBatchAsync"] = CUresult["CUDA_ERROR_INVALID_VALUE"]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    async with open_engine(config_of(small_model(tmp_path), moe_expert_cache=SOME)) as engine:
+        async for _ in engine.generate([5, 7], params):
+            pass
+        told = [n for n in engine.notices.all if n.reason is Reason.SLOW_UPLOADS]
+    assert [notice.count for notice in told] == [1]
+    assert "INVALID_VALUE" in told[0].text
 
 
 @pytest.mark.parametrize("held", [ALL, SOME])

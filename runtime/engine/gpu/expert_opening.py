@@ -159,9 +159,10 @@ def _hold_cached(share: ShareOpening, part: HostPart, policy: MakePolicy) -> Non
     if plan.holding is Holding.LAYERS:
         settings = replace(settings, layer_slots=plan.slots, uploads_a_step=0)
         make = lambda cache: WholeLayers(policy(cache))  # noqa: E731
+    tell = partial(share.planned.settings.notices.add, Reason.SLOW_UPLOADS)
     while True:
         try:
-            experts = CachedExperts(share.device, share.model.spec, part, settings, make)
+            experts = CachedExperts(share.device, share.model.spec, part, settings, make, tell)
         except OutOfDeviceMemory as error:
             if settings.slots == 0:
                 raise
