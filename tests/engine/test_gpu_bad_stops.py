@@ -148,10 +148,10 @@ async def test_closing_in_the_middle_of_a_resize(
     begun, go_on = asyncio.Event(), threading.Event()
     loop, usual = asyncio.get_running_loop(), cached_experts.load_first
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **more: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
         go_on.wait(LIMIT)
-        return usual(*args)
+        return usual(*args, **more)
 
     async with asyncio.timeout(LIMIT), open_engine(settings_of(path, 2)) as engine:
         assert await read(engine) == [0, 0, 0]
