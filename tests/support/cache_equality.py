@@ -61,12 +61,12 @@ class UseRecorder:
     """A `RoutingRecorder` that counts who served; `experts` are the executor's `CachedExperts`."""
 
     def __init__(self, experts: Any, every: int, uses: dict[str, int]) -> None:
-        self._kinds, self._every, self._uses = experts._kinds, every, uses
-        self._since_the_start = self._kinds.ended == ON_GPU
+        self._table, self._every, self._uses = experts._table, every, uses
+        self._since_the_start = self._table.ended == ON_GPU
 
     def record(self, step: Step, choices: I32) -> None:
         """See `RoutingRecorder.record`."""
-        kinds = self._kinds.ended
+        kinds = self._table.ended
         self._since_the_start &= kinds == ON_GPU
         layers = np.arange(len(kinds))[:, None, None]
         used, first = kinds[layers, choices], self._since_the_start[layers, choices]
