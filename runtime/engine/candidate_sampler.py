@@ -30,6 +30,9 @@ EDITS = "ed"
 CUTS = "pmt"
 """Samplers that the device does after top-k, in its order."""
 
+TAME = 1e30
+"""Edits up to here, and temperatures down to its inverse, keep the device's f32 finite."""
+
 
 class CandidateSampler(Sampler):
     """A `Sampler` that also works with a device.
@@ -112,7 +115,7 @@ class CandidateSampler(Sampler):
         letters = "".join(row.letter for row in rows)
         edits, top_k, rest = letters.partition("k")
         is_open = params.mirostat or self._adaptive or params.wants_logprobs
-        if is_open or not _in_order(edits, EDITS):
+        if is_open or not self._is_tame() or not _in_order(edits, EDITS):
             return None
         if self._greedy and not top_k:
             k, rest, is_whole = 1, "", True
@@ -124,6 +127,15 @@ class CandidateSampler(Sampler):
         self._edited = edits
         drawn = self._draw(rest) if is_whole else None
         return DeviceWork(k, self._edits(""), self._penalties(), drawn)
+
+    def _is_tame(self) -> bool:
+        """Whether no number of the request can make a logit infinite: those are the host's."""
+        params = self.params
+        edits = [params.frequency_penalty, params.presence_penalty, params.dry_multiplier]
+        edits += [params.repeat_penalty, 1 / params.repeat_penalty]
+        edits += [] if self._bias is None else self._bias[1][np.isfinite(self._bias[1])].tolist()
+        is_warm = params.temperature <= 0 or params.temperature >= 1 / TAME
+        return is_warm and max(map(abs, edits)) <= TAME
 
     def _edits(self, letters: str) -> NDArray[Any]:
         """One entry for each token that a bias, a penalty or DRY changes."""

@@ -232,5 +232,5 @@ def _bias_arrays(
     kept = {i: bias for i, bias in total.items() if 0 <= i < vocabulary.n_vocab}
     if not kept:
         return None
-    biases = np.clip(list(kept.values()), -np.inf, 3e38)
+    biases = chain.bounded(np.array(list(kept.values()), np.float64))
     return np.array(list(kept), dtype=np.intp), biases.astype(np.float32)

@@ -3,6 +3,7 @@
 Formulas and order are llama.cpp's.  z are the logits of the candidates still in the race and
 p = softmax(z).  Logits stay f32 until few candidates are left; sums and exponentials are f64.
 Equal logits are ordered by token id, so that a selection never depends on a sort's habits.
+No edit makes a logit infinite: whatever numbers a request holds, one candidate stays possible.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ MIN_SETS = 512
 FEW = 256  # up to here a full sort costs less than looking for the best first
 FEW_TO_SORT = 1024  # up to here a stable argsort costs less than sorting keys
 FIRST_GUESS = 256  # candidates that usually hold top_p of the whole
+MAX_LOGIT = 3e38  # what fits f32; edits beyond it end here
+MIN_TEMPERATURE = 1e-30  # below it only the best is left, whatever the logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def descending(z: Floats) -> Ids:
 def add_bias(candidates: Candidates, ids: Ids, biases: NDArray[np.float32]) -> Candidates:
     """z + bias for the whole vocabulary's tokens `ids`."""
     z = candidates.logits.copy()
-    z[ids] += biases
+    z[ids] = bounded(z[ids].astype(np.float64) + biases)
     return Candidates(z)
 
 
@@ -149,7 +152,8 @@ def penalize(
     z = candidates.logits.copy()
     old = z[index].astype(np.float64)
     seen = np.array([counts[token] for token in tokens], dtype=np.float64)
-    z[index] = np.where(old > 0, old / repeat, old * repeat) - seen * frequency - presence
+    new = np.where(old > 0, old / repeat, old * repeat) - seen * frequency - presence
+    z[index] = bounded(new)
     return Candidates(z, candidates.ids)
 
 
@@ -159,7 +163,7 @@ def subtract(candidates: Candidates, penalties: Mapping[int, float]) -> Candidat
     if not len(index):
         return candidates
     z = candidates.logits.copy()
-    z[index] -= np.array([penalties[token] for token in tokens])
+    z[index] = bounded(z[index] - np.array([penalties[token] for token in tokens]))
     return Candidates(z, candidates.ids)
 
 
@@ -172,7 +176,7 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
     top = float(deviations.max())
     deviations -= deviations.mean()
     variance = float(np.einsum("i,i->", deviations, deviations)) / len(deviations)
-    bound = top - n * math.sqrt(variance)
+    bound = max(top - n * math.sqrt(variance), -MAX_LOGIT)
     return Candidates(np.where(z < bound, -np.inf, z), candidates.ids, candidates.ordered)
 
 
@@ -227,7 +231,8 @@ def min_p(candidates: Candidates, p: float, min_keep: int) -> Candidates:
 
 def xtc(candidates: Candidates, threshold: float, min_keep: int) -> Candidates:
     """Without the likely candidates (p >= threshold), except the least likely of these."""
-    index = np.flatnonzero(probabilities(candidates) >= threshold)
+    probs = probabilities(candidates)
+    index = np.flatnonzero((probs >= threshold) & (probs > 0))
     if len(index) < 2 or len(candidates.logits) - len(index) + 1 < min_keep:
         return candidates
     dropped = index[largest(candidates.logits[index], len(index) - 1)]
@@ -236,10 +241,11 @@ def xtc(candidates: Candidates, threshold: float, min_keep: int) -> Candidates:
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """z / t; t <= 0: only the best is not forbidden."""
+    """z / t; t <= 0 or too small for f32: only the best is not forbidden."""
     z = candidates.logits
-    if t > 0:
-        return Candidates(z / t, candidates.ids, candidates.ordered)
+    if t > MIN_TEMPERATURE and abs(float(z[0] if candidates.ordered else z.max())) / t < MAX_LOGIT:
+        with np.errstate(over="ignore"):  # what is that much worse than the best is forbidden
+            return Candidates(z / t, candidates.ids, candidates.ordered)
     only = np.full_like(z, -np.inf)
     winner = int(np.argmax(z))
     only[winner] = z[winner]
@@ -257,7 +263,11 @@ def dynamic_temperature(
     probs = probs[probs > 0]
     evenness = max(0.0, -float(np.sum(probs * np.log(probs)))) / math.log(n)
     low = max(0.0, t - spread)
-    return temperature(candidates, low + (t + spread - low) * evenness**exponent)
+    try:
+        part = evenness**exponent
+    except (OverflowError, ZeroDivisionError):  # a negative exponent
+        part = MAX_LOGIT
+    return temperature(candidates, min(low + (t + spread - low) * part, MAX_LOGIT))
 
 
 def mirostat_1_cut(candidates: Candidates, mu: float, n_vocab: int) -> Candidates:
@@ -280,7 +290,7 @@ def mirostat_1_cut(candidates: Candidates, mu: float, n_vocab: int) -> Candidate
 
 def mirostat_2_cut(candidates: Candidates, mu: float) -> Candidates:
     """Those whose surprise is at most mu, at least one."""
-    index = np.flatnonzero(probabilities(candidates) >= 2.0**-mu)
+    index = np.flatnonzero(probabilities(candidates) >= 2.0 ** min(-mu, 1.0))
     if not len(index):
         return best(candidates, 1)
     return candidates.take(index, ordered=candidates.ordered)
@@ -291,6 +301,11 @@ def adapt(candidates: Candidates, probs: NDArray[np.float64], target: float) -> 
     x = np.abs(probs - target) / 0.3
     z = np.where(np.isneginf(candidates.logits), -np.inf, 5 - 10 * x * x / (1 + x))
     return Candidates(z, candidates.ids)
+
+
+def bounded(z: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Logits that fit f32; -inf stays: it is forbidden."""
+    return np.where(np.isneginf(z), z, np.clip(z, -MAX_LOGIT, MAX_LOGIT))
 
 
 def _seen(candidates: Candidates, tokens: Mapping[int, object]) -> tuple[Ids, list[int]]:
