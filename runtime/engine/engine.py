@@ -203,7 +203,7 @@ class Engine:
 
         guard: the character that a rendered chat has after the first one of harmless special-token
         text.
-        Raises: RequestError for what is no text, TokenizerUnavailable.
+        Raises: RequestError for what is no text, or one piece of too much; TokenizerUnavailable.
         """
         tokenizer = self.tokenizer
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from runtime.errors import CorruptModel
+from runtime.errors import CorruptModel, RequestError
+from runtime.text.pieces import check_piece
 from runtime.text.pretokenizers import PreTokenizer
 from runtime.text.vocabulary import CONTROL, UNKNOWN, Vocabulary
 
 _LONG_TEXT = 2048  # characters; about half a millisecond
+PART = 1 << 17  # characters for the library at once: it takes 200 to 400 bytes for each
+_PART_END = re.compile(r"[A-Za-z0-9](?=\r?\n)")  # a piece of every family ends here
 
 
 class BpeModel:
@@ -29,13 +33,29 @@ class BpeModel:
         )
 
     def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """Ids of plain text; `after_special` does not matter to this model."""
+        """Ids of plain text; `after_special` does not matter to this model.
+
+        Raises: RequestError where too much of it is one piece.
+        """
         if len(text) < _LONG_TEXT:
-            ids: list[int] = self._pipeline.encode(text, add_special_tokens=False).ids
-            return ids
-        # Only the library's batches let other Python threads run meanwhile.
-        (batch,) = self._pipeline.encode_batch_fast([text], add_special_tokens=False)
-        return batch.ids
+            return self._ids(text)
+        return [token for part in parts(text) for token in self._ids(part)]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int]
+        try:
+            if len(text) < _LONG_TEXT:
+                ids = self._pipeline.encode(text, add_special_tokens=False).ids
+            else:
+                # Only the library's batches let other Python threads run meanwhile.
+                (batch,) = self._pipeline.encode_batch_fast([text], add_special_tokens=False)
+                ids = batch.ids
+        except BaseException as error:
+            # Its panics are no Exceptions: left alone they would end tasks without a word.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError("prompt", f"cannot be tokenized: {error}") from error
+        return ids
 
     def cut(self, text: str) -> list[str]:
         """The pieces merges stay inside of."""
@@ -50,6 +70,21 @@ class BpeModel:
             return b"".join(
                 part.encode() if isinstance(part, str) else bytes([part]) for part in parts
             )
+
+
+def parts(text: str) -> Iterator[str]:
+    """`text` cut where pieces end in any case, into parts of little more than `PART` characters.
+
+    Raises: RequestError where no such place comes for too long.
+    """
+    start = 0
+    while len(text) - start > PART:
+        found = _PART_END.search(text, start + PART)
+        end = found.end() if found else len(text)
+        check_piece(end - start)
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _cutter(cuts: PreTokenizer) -> pre_tokenizers.Sequence:

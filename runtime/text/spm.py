@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 
+from runtime.text.pieces import check_piece
 from runtime.text.vocabulary import BYTE, CONTROL, UNKNOWN, Vocabulary
 
 SPACE = "\u2581"
@@ -36,7 +37,10 @@ class SpmModel:
         self._cached_word = functools.lru_cache(_CACHED_WORDS)(self._encode_word)
 
     def encode(self, text: str, *, after_special: bool) -> list[int]:
-        """Ids of plain text; at the start or after a special token a space goes before it."""
+        """Ids of plain text; at the start or after a special token a space goes before it.
+
+        Raises: RequestError where too much of it is one piece.
+        """
         if after_special and self.adds_space:
             text = " " + text
         ids: list[int] = []
@@ -61,6 +65,7 @@ class SpmModel:
         return text.replace(SPACE, " ").encode()
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
+        check_piece(len(word))
         ids: list[int] = []
         for symbol in _merge(word, self._priority):
             id = self._ids.get(symbol)

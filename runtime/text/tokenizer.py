@@ -129,7 +129,8 @@ class Tokenizer:
                        broken up by it stays text (chat_template.py); with it, a text that
                        starts with BOS gets no second one
 
-        Raises: RequestError naming what is of the wrong kind.
+        Raises: RequestError naming what is of the wrong kind, or where too much of the text can
+        only be tokenized as one piece.
         """
         if not isinstance(text, str):
             raise RequestError("text", f"{shown(text)} is not a string")
