@@ -63,6 +63,11 @@ MOE_SETTINGS = {
 LLAMA_MOE_AUTO_MODE: cache, or layers (the seed's stock) for whole layers; `misses` who serves them:
 auto, cpu, or N for each N'th over the link."""
 
+MOE_VARIABLES = frozenset(
+    f"LLAMA_MOE_CACHE_{name.upper()}" for name in (*MOE_SETTINGS.values(), "profile", "margin_mb")
+) - {"LLAMA_MOE_CACHE_MODE"}
+"""Environment variables of the expert cache that are read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from runtime.config import environment, environment_names
+from runtime.config import MOE_VARIABLES, environment, environment_names
 from runtime.errors import ConfigError
 from server.flag_table import CACHE_VARIABLES, FLAGS, NO_TUNING
 from server.flags import Given, completion_script, help_text, parse_flags
@@ -153,8 +153,8 @@ def explain(
     for name in CACHE_VARIABLES:
         if environment(name) is not None:
             lines.append(f"note: {name} has no effect: {NO_TUNING}")
-    known = {flag.env for flag in FLAGS}
-    for name in environment_names("LLAMA_ARG_"):
+    known = {*(flag.env for flag in FLAGS), *MOE_VARIABLES, *CACHE_VARIABLES}
+    for name in (*environment_names("LLAMA_ARG_"), *environment_names("LLAMA_MOE_CACHE_")):
         if name not in known:
             lines.append(f"note: {name} has no effect: no such setting is known")
     return lines

@@ -85,7 +85,10 @@ class MemoryPlan:
         yield f"  RAM: {ram}"
         yield from _part_lines(self.host)
         missing = 0 if self.ram_bytes is None else self.host_bytes - self.ram_bytes
-        if missing > 0:
+        if missing > self.host[0].n_bytes:
+            missing -= self.host[0].n_bytes
+            yield f"    {size(missing):>11}  do not fit without the model: will not start"
+        elif missing > 0:
             yield f"    {size(missing):>11}  do not fit: read from the disk again and again"
 
     @property

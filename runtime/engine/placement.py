@@ -103,7 +103,8 @@ def _open_cpu(
     )
     if config.given_for_gpus:
         ignored = ", ".join(config.given_for_gpus)
-        notices.add(Reason.NO_EFFECT, f"the CPU computes this model: {ignored} change nothing")
+        verb = "changes" if len(config.given_for_gpus) == 1 else "change"
+        notices.add(Reason.NO_EFFECT, f"the CPU computes this model: {ignored} {verb} nothing")
     causes = [notice.text for notice in notices.all if notice.reason is Reason.CPU]
     reason = "; ".join(causes) or ("asked for" if config.device == "cpu" else "no GPU can")
     return Ready(

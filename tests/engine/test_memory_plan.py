@@ -252,7 +252,12 @@ def test_machines_without_a_gpu_that_can_get_the_reason(tmp_path: Path) -> None:
         memory_plan(path, machine, device="cuda")
     small = replace(machine, gpus=gpus(MARGIN_BYTES))
     assert "do not fit" in memory_plan(path, small).choices[0].reason
-    assert any("do not fit: read from" in line for line in replace(found, ram_bytes=9).lines())
+    model, *others = found.host
+    held = sum(part.n_bytes for part in others)
+    some = list(replace(found, ram_bytes=held + model.n_bytes // 2).lines())
+    assert any("do not fit: read from" in line for line in some)
+    few = "\n".join(replace(found, ram_bytes=held - 9).lines())
+    assert "will not start" in few and "read from" not in few
 
 
 def test_a_plan_is_one_screen_and_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,15 @@ def test_bad_environment_names_the_variable() -> None:
         parse(LLAMA_ARG_ENDPOINT_SLOTS="perhaps")
 
 
+def test_unknown_variables_of_the_expert_cache_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WINDOW", "PROFILE", "MARGIN_MB", "WAIT", "WINDWO"):
+        monkeypatch.setenv(f"LLAMA_MOE_CACHE_{name}", "1")
+    given = parse()
+    lines = cli.explain(given, engine_config(given, None), server_settings(given))
+    told = [line.split()[1] for line in lines if line.startswith("note: LLAMA_MOE_CACHE")]
+    assert told == ["LLAMA_MOE_CACHE_WAIT", "LLAMA_MOE_CACHE_WINDWO"]
+
+
 def test_settings(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# mine\nk2\n\n k3 \n")
