@@ -24,7 +24,9 @@ PROGRAM = "python -m runtime.server"
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """The exit status: 0 after a clean end, 1 with one line that says what was wrong."""
+    """The exit status: 0 after a clean end, 1 with one line that says what was wrong, 130 where
+    Ctrl-C came before there was a server to close.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         given = parse_flags(arguments, FLAGS, environment)
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def inform(given: Mapping[str, Given], program: str = PROGRAM) -> bool:

@@ -77,6 +77,14 @@ def test_bad_settings_name_the_flag(
     assert message in error
 
 
+def test_an_early_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(given: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "serve", interrupted)
+    assert cli.main([]) == 130
+
+
 def test_bad_environment_names_the_variable() -> None:
     with pytest.raises(ConfigError, match="LLAMA_ARG_PORT"):
         parse(LLAMA_ARG_PORT="x")
