@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ops.user_cache import user_cache as user_cache  # the server's, too
 from runtime.checks import is_number, shown
 from runtime.errors import ConfigError
 

@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
 from runtime import ProgressBar
+from runtime.config import user_cache
 from runtime.errors import ConfigError
 
 CHUNK_BYTES = 1 << 20
@@ -17,7 +18,7 @@ SILENCE_SECONDS = 60.0
 
 def models_directory() -> Path:
     """Where downloaded models are kept; nothing is created."""
-    return Path.home() / ".cache" / "hotexpert" / "models"
+    return user_cache() / "models"
 
 
 def fetch(url: str, folder: Path, *, offline: bool) -> Path:

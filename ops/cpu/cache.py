@@ -10,11 +10,14 @@ so any number of processes may compile at the same time.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ import llvmlite
 import llvmlite.binding
 import numba
 from numba.core import caching
+
+from ops.user_cache import user_cache
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).resolve().parents[1]
 KERNEL_SOURCES = ("cpu", "quants", "*.py")
@@ -65,7 +72,7 @@ def use_directory(base: Path | None = None) -> KernelCache:
 
 def default_directory() -> Path:
     """The user's cache directory for kernels; nothing is created."""
-    return Path.home() / ".cache" / "hotexpert" / "kernels"
+    return user_cache() / "kernels"
 
 
 def source_hash() -> str:
@@ -136,11 +143,55 @@ class KernelLocator(BASE):  # type: ignore[misc]
         return locator
 
 
+FILES: Any = getattr(caching, "IndexDataCacheFile", object)
+
+
+class KernelFiles(FILES):  # type: ignore[misc]
+    """Numba's files of one kernel.  One that a crash left cut off, or that finds no room, costs a
+    compilation, not the start; other functions' files are left to Numba.
+    """
+
+    def load(self, key: object) -> object:
+        """What was kept for `key`, or None."""
+        try:
+            return super().load(key)
+        except Exception as error:  # of pickle, whatever the bytes make it do
+            if not self._is_ours():
+                raise
+            _warn_once(f"compiling a kernel anew, its file is damaged: {error!r}")
+            with suppress(OSError):
+                os.unlink(self._index_path)
+            return None
+
+    def save(self, key: object, data: object) -> None:
+        """Keep `data`, where there is room."""
+        try:
+            super().save(key, data)
+        except OSError as error:
+            if not self._is_ours():
+                raise
+            _warn_once(f"compiled kernels are not kept, the next start compiles again: {error}")
+            with suppress(OSError):
+                os.unlink(self._index_path)
+
+    def _is_ours(self) -> bool:
+        return Path(numba.config.CACHE_DIR) in Path(self._cache_path).parents
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
 def register(implementation: Any) -> None:
-    """Have Numba ask `KernelLocator` first; a Numba that is made otherwise keeps its own way."""
+    """Have Numba ask `KernelLocator` first, and use `KernelFiles`; a Numba that is made otherwise
+    keeps its own way.
+    """
     known = getattr(implementation, "_locator_classes", None)
     if known is not None and BASE is not object and KernelLocator not in known:
         known.insert(0, KernelLocator)
+        if FILES is not object:
+            caching.IndexDataCacheFile = KernelFiles
 
 
 register(getattr(caching, "CacheImpl", getattr(caching, "_CacheImpl", None)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ptx
+from ops.user_cache import user_cache
 from runtime.cuda.device import Device
 from runtime.cuda.resource import Resource
 from runtime.errors import CudaError, DeviceLost, OutOfDeviceMemory, PtxCompileError
@@ -79,7 +80,7 @@ class CubinCache:
 
 def default_directory() -> Path:
     """Where assembled kernels are kept; nothing is created."""
-    return Path.home() / ".cache" / "hotexpert" / "cubins"
+    return user_cache() / "cubins"
 
 
 class Function:

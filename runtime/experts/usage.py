@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.user_cache import user_cache
 from profiles import (
     ModelIdentity,
     ProfileError,
@@ -58,7 +59,7 @@ def profile_path(identity: ModelIdentity) -> Path | None:
         return None
     if chosen is not None:
         return Path(chosen)
-    return Path.home() / ".cache" / "hotexpert" / "usage" / identity.file_name
+    return user_cache() / "usage" / identity.file_name
 
 
 def own_path(path: Path, identity: ModelIdentity) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
+from numba.core import caching
 
 from ops.cpu import cache
 
@@ -40,12 +43,72 @@ def test_each_state_of_the_sources_has_its_directory(
         assert (cache.use_directory(tmp_path).directory == two) == (directory == two), folder
 
 
+def test_a_user_without_a_home_still_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    used = cache.use_directory()
+    assert used.directory.is_dir()
+    assert "no home folder" in used.reason
+
+
 def test_an_unwritable_place_gives_a_temporary_one_and_the_reason(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     used = cache.use_directory(blocked)
     assert used.directory.is_dir() and blocked not in used.directory.parents
     assert str(blocked) in used.reason
+
+
+def kernel_files(directory: Path) -> Any:
+    numba.config.CACHE_DIR = str(directory)
+    assert caching.IndexDataCacheFile is cache.KernelFiles
+    (directory / "ops-cpu").mkdir(exist_ok=True)
+    return cache.KernelFiles(str(directory / "ops-cpu"), "kernel", "stamp")
+
+
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0, 20])
+def test_a_damaged_file_costs_a_compilation(
+    tmp_path: Path, ending: str, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache._warn_once.cache_clear()
+    files = kernel_files(tmp_path)
+    files.save("key", list(range(1000)))
+    assert files.load("key") == list(range(1000))
+    [path] = tmp_path.rglob(f"*.{ending}")
+    path.write_bytes(path.read_bytes()[:left])
+    assert files.load("key") is None
+    assert files.load("key") is None
+    assert caplog.text.count("is damaged") == 1
+    files.save("key", [1])
+    assert files.load("key") == [1]
+
+
+def test_a_full_disk_is_no_reason_not_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: object, path: str) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache._warn_once.cache_clear()
+    files = kernel_files(tmp_path)
+    monkeypatch.setattr(cache.KernelFiles, "_open_for_write", full)
+    files.save("key", [1])
+    files.save("key 2", [1])
+    assert files.load("key") is None
+    assert caplog.text.count("No space left") == 1
+
+
+def test_files_of_others_are_left_to_numba(tmp_path: Path) -> None:
+    files = kernel_files(tmp_path)
+    files.save("key", [1])
+    numba.config.CACHE_DIR = str(tmp_path / "elsewhere")
+    [path] = tmp_path.rglob("*.nbi")
+    path.write_bytes(b"")
+    with pytest.raises(EOFError):
+        files.load("key")
 
 
 def test_only_the_most_recent_directories_are_kept(tmp_path: Path) -> None:
