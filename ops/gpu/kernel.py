@@ -37,8 +37,12 @@ OWN_DOT = frozenset(
 )
 """Formats whose row product has a fragment of its own; the others unpack, then multiply."""
 
-HALVES = frozenset(("Q6_K",))
-"""Formats of 256-value units whose `dot` takes both halves of the same bytes."""
+SLICES = {"Q6_K": "halves", "Q2_K": "quarters", "Q3_K": "quarters"}
+"""Formats of 256-value units in which a lane's 64 are pieces of the same bytes, not neighbours."""
+
+SWIZZLES = {"quarters": (96, 2)}
+"""The q's address bits that others change, and how far these are above; else `PLAIN_SWIZZLE`."""
+PLAIN_SWIZZLE = 48, 3
 
 TABLE_COPIES = {"IQ3_XXS": "lanes", "IQ2_XXS": "pairs"}
 """Formats whose row products keep a copy of the grid for each lane or two, in banks of its own.
@@ -153,7 +157,7 @@ def format_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
         "PASS": f'"inc/pass_{fmt.unit_elems}{suffix}.inc.ptx"',
     }
     if fmt.unit_elems == ACTIVATION_GROUP["q8_256"]:
-        defines["LOAD_X"] = f'"inc/load_x_{"halves" if fmt.name in HALVES else "256"}.inc.ptx"'
+        defines["LOAD_X"] = f'"inc/load_x_{SLICES.get(fmt.name, "256")}.inc.ptx"'
         defines["REPEAT"] = f'"inc/repeat_{"none" if team == WARP else "units"}.inc.ptx"'
     else:
         defines["UNITS_LOG"] = fmt.units_per_block.bit_length() - 1
@@ -176,9 +180,12 @@ def paired_defines(fmt: BlockFormat) -> dict[str, str | int]:
 
 
 def _product_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
+    swizzle, swizzle_shift = SWIZZLES.get(SLICES.get(fmt.name, ""), PLAIN_SWIZZLE)
     return {
         "TABLE_BYTES": table_copies_bytes(fmt),
         "TEAM_LOG": team.bit_length() - 1,
+        "SWIZZLE": swizzle,
+        "SWIZZLE_SHIFT": swizzle_shift,
         "ROTATE": f'"inc/rotate_{WARP // team}.inc.ptx"',
         "HALVE": f'"inc/halve_{n_partials(fmt)}_team_{team}.inc.ptx"',
         "LOAD_TABLE": f'"inc/table_{_table_kind(fmt)}.inc.ptx"',
