@@ -10,7 +10,7 @@ from ops.arithmetic import activation_layout
 from ops.gpu.expert import expert_down, expert_gate_up
 from ops.gpu.gemm import best_tile, gemm
 from ops.gpu.linear import Segment, linear, segments
-from ops.gpu.row_launch import best_launch, best_team, down_launch, gate_up_launch, in_one_wave
+from ops.gpu.row_launch import best_launch, best_team, down_launch, expert_launch, gate_up_launch
 from ops.quants import BlockFormat
 from runtime.cuda.graph import Launch
 
@@ -37,7 +37,9 @@ def experts(bed: Bed, fmt: BlockFormat, n: int, n_ff: int, n_tokens: int) -> Wor
     n_bytes = round(per_expert * np.mean([len(np.unique(of_turn)) for of_turn in chosen]))
     early, n_sms = {"overlapped": bed.overlapped}, bed.multiprocessors
     first, second = (
-        in_one_wave(make(fmt, best_team(fmt, width), **early), fmt, width, n_slots * n_pairs, n_sms)
+        expert_launch(
+            make(fmt, best_team(fmt, width), **early), fmt, width, n_slots * n_pairs, n_sms
+        )
         for make, width, n_pairs in ((gate_up_launch, n, n_ff), (down_launch, n_ff, -(-n // 2)))
     )
     records = bed.zeros(n_tokens * activation_layout(fmt.activation, n)[2])

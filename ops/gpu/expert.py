@@ -17,6 +17,7 @@ from ops.gpu.row_launch import (
     BLOCK_FORMATS,
     TEAMS,
     RowLaunch,
+    denser,
     down_launch,
     gate_up_launch,
 )
@@ -112,6 +113,8 @@ def variants() -> Iterator[tuple[str, Kernel]]:
     """Every format and team, overlapped; one format alone as well."""
     for gate_up, down, fmt in launches():
         variant = f"team {down.team}{', overlapped' if down.overlapped else ''}"
+        if down.min_blocks > down_launch(fmt, down.team).min_blocks:
+            variant += f", {down.min_blocks} blocks"
         for kernel in (expert_gate_up(fmt, gate_up), expert_down(fmt, down)):
             yield f"{kernel.entry} ({variant})", kernel
 
@@ -123,7 +126,10 @@ def launches() -> Iterator[tuple[RowLaunch, RowLaunch, BlockFormat]]:
             for overlapped in (True, False) if name == "Q4_K" else (True,):
                 fmt = FORMATS[name]
                 gate_up = gate_up_launch(fmt, team, overlapped=overlapped)
-                yield gate_up, down_launch(fmt, team, overlapped=overlapped), fmt
+                down = down_launch(fmt, team, overlapped=overlapped)
+                yield gate_up, down, fmt
+                if denser(down) != down:
+                    yield denser(gate_up), denser(down), fmt
 
 
 def _check(fmt: BlockFormat) -> None:

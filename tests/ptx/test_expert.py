@@ -12,6 +12,8 @@ from ops.gpu.row_launch import (
     Multiprocessors,
     RowLaunch,
     best_team,
+    down_launch,
+    expert_launch,
     gate_up_launch,
     in_one_wave,
 )
@@ -68,6 +70,30 @@ def test_small_blocks_follow_each_other() -> None:
         assert small.block == 128
         rounds = [in_one_wave(small, fmt, 2560, 6400 * n, h200).rounds for n in (1, 2)]
         assert rounds == [1, 2]
+
+
+def test_denser_blocks_where_they_idle_less() -> None:
+    h200 = Multiprocessors(132, 232448)
+
+    def rounds(name: str, launch: RowLaunch, n: int, n_pairs: int) -> tuple[int, int]:
+        chosen = expert_launch(launch, FORMATS[name], n, n_pairs, h200)
+        return chosen.min_blocks, chosen.rounds
+
+    for name in ("Q2_K", "Q3_K", "Q4_K"):
+        gate_up, down = gate_up_launch(FORMATS[name], 32), down_launch(FORMATS[name], 32)
+        assert rounds(name, gate_up, 4096, 8 * 2048) == (4, 4), "not (3, 6), which idle more"
+        assert rounds(name, down, 2048, 8 * 2048) == (4, 4), "not (2, 8), twice the rounds"
+        assert rounds(name, gate_up, 2048, 8 * 768) == (3, 2), "(4, 2) would idle more"
+        assert rounds(name, gate_up, 4096, 8 * 1536) == (3, 4), "(4, 3) idle as much"
+        small = down_launch(FORMATS[name], 16)
+        assert rounds(name, small, 768, 8 * 1024) == (2, 2), "teams of 16 have no denser blocks"
+
+
+def test_denser_blocks_only_if_shared_memory_holds_them() -> None:
+    fmt = FORMATS["Q6_K"]
+    launch = gate_up_launch(fmt, 32)
+    chosen = expert_launch(launch, fmt, 4096, 8 * 2048, Multiprocessors(132, 232448))
+    assert (chosen.min_blocks, chosen.rounds) == (3, 6)
 
 
 def test_shared_memory_bounds_how_many_run_at_once() -> None:

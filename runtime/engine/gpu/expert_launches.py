@@ -15,8 +15,8 @@ from ops.gpu.row_launch import (
     Multiprocessors,
     best_team,
     down_launch,
+    expert_launch,
     gate_up_launch,
-    in_one_wave,
 )
 from ops.quants import BlockFormat
 from ops.quants.block import ActivationKind
@@ -150,7 +150,7 @@ def _add_by_slot(
     gate, up = block.gate_up[0], block.gate_up[-1]
     gate_format, vector = parts.format_of(gate.weight), parts.weights.vector
     launch = gate_up_launch(gate_format, best_team(gate_format, n), overlapped=parts.overlapped)
-    launch = in_one_wave(launch, gate_format, n, n_slots * block.n_ff, _gpu(parts))
+    launch = expert_launch(launch, gate_format, n, n_slots * block.n_ff, _gpu(parts))
     h = parts.room.place(f"expert h {block.n_ff}", 4 * n_slots * block.n_ff)
     parts.plan.add(
         f"{name}.gate_up",
@@ -189,7 +189,7 @@ def _add_slot_down(
     n_slots, n_out, vector = parts.n_tokens * block.n_used, block.down.n_out, parts.weights.vector
     fmt = parts.format_of(block.down.weight)
     launch = down_launch(fmt, best_team(fmt, block.n_ff), overlapped=parts.overlapped)
-    launch = in_one_wave(launch, fmt, block.n_ff, n_slots * -(-n_out // 2), _gpu(parts))
+    launch = expert_launch(launch, fmt, block.n_ff, n_slots * -(-n_out // 2), _gpu(parts))
     parts.plan.add(
         f"{name}.down",
         expert_down(fmt, launch),
