@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ops.gpu.attention import (
-    CHOICE_PARAMS,
-    JOIN_BLOCK,
-    ROW_TILE,
-    UNIT_KEYS,
-    attention_reference,
-)
+from ops.gpu.attention import CHOICE_PARAMS, JOIN_BLOCK, ROW_TILE, attention_reference
 from ops.gpu.attention_copies import LIST_PARAMS, choice_wait
+from ops.gpu.attention_shape import UNIT_KEYS
 from ops.gpu.kernel import Kernel, launch_defines
 from ops.gpu.kv_layout import PAGE_TOKENS
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ops.gpu.attention import (
-    AttentionShape,
     attention,
     attention_grid,
     attention_prompt,
@@ -16,6 +15,7 @@ from ops.gpu.attention import (
     max_splits,
     n_splits,
 )
+from ops.gpu.attention_shape import AttentionShape
 from ops.gpu.heads import turns_of
 from ops.gpu.kv_layout import GPUPageLayout
 from tests.support.cases.attention import Placed, Setting, parts_of

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ops.gpu.attention import AttentionShape, attention, attention_grid, attention_shared_bytes
+from ops.gpu.attention import attention, attention_grid, attention_shared_bytes
 from ops.gpu.attention_copies import LIST_KEYS
+from ops.gpu.attention_shape import AttentionShape
 from ops.gpu.kernel import Kernel
 from ops.gpu.kv_layout import PAGE_TOKENS
 from ops.gpu.latent_attention import (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from ops.arithmetic import activation_layout
 from ops.gpu.attention import (
     PROMPT_ROWS,
-    AttentionShape,
     attention,
     attention_grid,
     attention_join,
@@ -19,6 +18,7 @@ from ops.gpu.attention import (
     n_splits,
     partials_bytes,
 )
+from ops.gpu.attention_shape import AttentionShape
 from ops.gpu.latent_attention import (
     DIM_V,
     DIMS_K,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ops.gpu.attention import MAX_DIM_V
+from ops.gpu.attention_shape import MAX_DIM_V
 from ops.gpu.kv_layout import KEY_DIMS, VALUE_DIMS
 from ops.gpu.norm import MAX_N
 from ops.gpu.norm import VALUES as NORM_VALUES

@@ -10,9 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.gpu.attention import (
-    LATENT_DIMS,
-    UNIT_KEYS,
-    AttentionShape,
     attention,
     attention_grid,
     attention_prompt,
@@ -23,9 +20,9 @@ from ops.gpu.attention import (
     max_splits,
     n_splits,
     partials_bytes,
-    shipped_shapes,
 )
 from ops.gpu.attention_copies import LIST_KEYS
+from ops.gpu.attention_shape import LATENT_DIMS, UNIT_KEYS, AttentionShape, shipped_shapes
 from ops.gpu.kv_layout import PAGE_TOKENS
 from ops.quants.block import F32
 from tests.support.cases.case import Case, Outcome

@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from ops.gpu.attention import AttentionShape, n_splits
+from ops.gpu.attention import n_splits
+from ops.gpu.attention_shape import AttentionShape
 from ops.gpu.latent_attention import (
     DIM_V,
     LatentDecodeShape,
