@@ -216,7 +216,8 @@ def _is_size(value: object) -> bool:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write beside `path`, to the disk, then rename."""
+    """Write beside `path`, to the disk, then rename; where it is a link, what it leads to."""
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix, suffix = f".{path.name}.", ".tmp"
     _remove_stale(path.parent, prefix, suffix)

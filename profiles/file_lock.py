@@ -14,12 +14,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def alone_with(path: Path) -> Iterator[None]:
-    """Inside, nobody else is who asks for the same file.  Blocks until it is so.
+    """Inside, nobody else is who asks for the same file, by whatever link.  Blocks until it is so.
 
     The lock is a file beside it, which stays; a writer that is killed gives it back. Where it
     cannot be had, because of the folder or the file system, the work is done without.
     Raises: OSError where the folder cannot be made.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.parent / f".{path.name}.lock"
     try:

@@ -135,6 +135,17 @@ def test_what_is_no_file_is_neither_waited_for_nor_replaced(tmp_path: Path) -> N
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
 
 
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    for name in ("there", "not there yet"):
+        target, link = tmp_path / "elsewhere" / name, tmp_path / f"link to {name}"
+        link.symlink_to(target)
+        if name == "there":
+            a_file(target)
+        container.write(link, "test", {"x": 2}, {})
+        assert link.is_symlink() and container.read(target, "test", MANY).facts == {"x": 2}
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
