@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -54,6 +55,7 @@ async def _first(stopped: asyncio.Event, service: Service) -> None:
 
 async def _tell_ready(service: Service, addresses: tuple[str, ...]) -> None:
     await service.attached.wait()
+    gc.freeze()  # what the start has made stays: looks for garbage, which halt steps, leave it out
     facts = service.engine.describe()
     facts.pop("plan", None)  # it was told in lines of its own
     logger.info("engine: %s", ", ".join(f"{name} {value}" for name, value in facts.items()))

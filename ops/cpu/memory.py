@@ -50,6 +50,24 @@ def _store(numba_type: types.Type) -> Callable[..., Any]:
     return store
 
 
+def named_place(name: str) -> Callable[[], int]:
+    """Make the function `place() -> address` of what `llvmlite.binding.add_symbol` has given this
+    name, before the code that calls it is loaded.  Code with an address in it would be of use to
+    one process alone.
+    """
+
+    @intrinsic
+    def place(_: Any) -> tuple[Any, Any]:
+        def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            known = builder.module.globals.get(name)
+            variable = known or ir.GlobalVariable(builder.module, I64, name)
+            return builder.ptrtoint(variable, I64)
+
+        return types.int64(), codegen
+
+    return place
+
+
 load_i32 = _load(types.int32)
 load_i64 = _load(types.int64)
 load_f32 = _load(types.float32)

@@ -12,6 +12,7 @@ Pages of one layer lie page_bytes = n_head_kv * head_bytes apart or more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 PAGE_TOKENS = 32
@@ -56,7 +57,7 @@ class GPUPageLayout:
         """How kernels name the cache type."""
         return CACHE_CODES[self.cache_type]
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.code]
 
@@ -65,12 +66,12 @@ class GPUPageLayout:
         """Dimensions with their padding."""
         return -(-self.dim // SCALE_DIMS) * SCALE_DIMS if self.side == "keys" else self.dim
 
-    @property
+    @cached_property
     def value_bytes(self) -> int:
         """Bytes of the values of one head in one page: where the scales begin."""
         return PAGE_TOKENS * self.padded_dim * self.element_bytes
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of one kv head in one page, a multiple of 16."""
         scales = PAGE_TOKENS * self.dim // SCALE_DIMS * 4 if self.code == Q8_CACHE else 0

@@ -7,6 +7,7 @@ daemon: a caller that stops waiting goes on at once, and the thread cleans up be
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 from concurrent.futures import Future
@@ -23,6 +24,9 @@ ENDED_NAME = "engine opened"
 TURN_SECONDS = 2e-4
 """How long a thread computes while others wait for the interpreter: imports would otherwise hold up
 each of the ten thousand calls that move weights by 5 ms."""
+
+OBJECTS_A_LOOK = 200_000
+"""New objects between looks for garbage, instead of some hundreds."""
 
 
 async def open_off_loop(config: EngineConfig, progress: Progress) -> Opened:
@@ -56,7 +60,7 @@ def left_behind() -> bool:
 
 def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> None:
     try:
-        with _SHORT_TURNS:
+        with _UNDISTURBED:
             opened = open_placed(config, progress)
     except BaseException as error:
         if opening.set_running_or_notify_cancel():
@@ -70,26 +74,30 @@ def _open(config: EngineConfig, progress: Progress, opening: Future[Opened]) -> 
         asyncio.run(opened.close())
 
 
-class _ShortTurns:
-    """While any engine opens, threads take turns more often than usual."""
+class _Undisturbed:
+    """While any engine opens, threads take turns more often than usual, and garbage is looked for
+    less often: next to nothing that an opening makes is any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._n_openings = 0
-        self._usual = 0.0
+        self._usual_turn, self._usual_looks = 0.0, gc.get_threshold()
 
     def __enter__(self) -> None:
         with self._lock:
             if self._n_openings == 0:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, TURN_SECONDS))
+                self._usual_turn, self._usual_looks = sys.getswitchinterval(), gc.get_threshold()
+                sys.setswitchinterval(min(self._usual_turn, TURN_SECONDS))
+                first, *others = self._usual_looks
+                gc.set_threshold(max(first, OBJECTS_A_LOOK) if first else 0, *others)
             self._n_openings += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._n_openings -= 1
             if self._n_openings == 0:
-                sys.setswitchinterval(self._usual)
+                sys.setswitchinterval(self._usual_turn)
+                gc.set_threshold(*self._usual_looks)
 
 
-_SHORT_TURNS = _ShortTurns()
+_UNDISTURBED = _Undisturbed()

@@ -20,7 +20,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import Arena, arena_bytes
 from runtime.engine.gpu.control import Deltas
 from runtime.engine.gpu.expert_launches import GROUPED_TOKENS
-from runtime.engine.gpu.experts import empty_table, moe_layers
+from runtime.engine.gpu.experts import empty_table
 from runtime.engine.gpu.step_shape import SMALL_BATCHES
 from runtime.errors import OutOfDeviceMemory
 from runtime.experts.cache import ExpertCache, LayerShape, Rows
@@ -82,7 +82,7 @@ class CachedExperts:
         """
         self._device, self._spec, self._host, self._settings = device, spec, host, settings
         self._tell = tell
-        self._rows = [index * max(spec.n_expert_max, 1) for index, _ in moe_layers(spec)]
+        self._rows = [index * max(spec.n_expert_max, 1) for index, _ in spec.moe_layers]
         sizes = [layer.slot_bytes for layer in host.layers]
         self._slots: list[int] = []
         self._arena: Arena | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 from runtime.models.delta_net import DeltaNetSpec
 from runtime.models.indexer import IndexerSpec
@@ -303,7 +304,16 @@ class ModelSpec:
     @property
     def n_expert_max(self) -> int:
         """Experts of the layer that has most; 0 in a dense model."""
-        return max((f.n_expert for f in self._moe()), default=0)
+        return max((block.n_expert for _, block in self.moe_layers), default=0)
+
+    @cached_property
+    def moe_layers(self) -> tuple[tuple[int, MoeSpec], ...]:
+        """(layer number, block) of the layers with routed experts."""
+        return tuple(
+            (index, layer.feed_forward)
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer.feed_forward, MoeSpec)
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -329,6 +339,3 @@ class ModelSpec:
 
     def _memories(self) -> list[NgramMemorySpec]:
         return [memory for layer in self.layers if (memory := layer.memory) is not None]
-
-    def _moe(self) -> list[MoeSpec]:
-        return [f for layer in self.layers if isinstance(f := layer.feed_forward, MoeSpec)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import tokenizers
@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 from runtime.errors import CorruptModel, RequestError
 from runtime.text.pieces import check_piece
 from runtime.text.pretokenizers import PreTokenizer
-from runtime.text.vocabulary import CONTROL, UNKNOWN, Vocabulary
+from runtime.text.vocabulary import Vocabulary
 
 _LONG_TEXT = 2048  # characters; about half a millisecond
 PART = 1 << 17  # characters for the library at once: it takes 200 to 400 bytes for each
@@ -101,14 +101,13 @@ def _model(vocabulary: Vocabulary, *, ignore_merges: bool) -> models.BPE:
 
     Raises: CorruptModel for a merge that is not two tokens or does not make one.
     """
-    merges = list(dict.fromkeys(vocabulary.strings("merges")))  # of a repeated one the first counts
-    known = set(merges)
-    ids = {
-        text: id
-        for id, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.kinds, strict=True))
+    known = dict.fromkeys(vocabulary.strings("merges"))  # of a repeated one the first counts
+    merges = list(known)
+    ids = vocabulary.ids.copy()
+    for special in vocabulary.specials:
         # With ignore_merges a piece that spells a control token would become one.
-        if not kind & (CONTROL | UNKNOWN) or len(text) == 1 or _is_merged(text, known)
-    }
+        if not special.plain and len(special.text) > 1 and not _is_merged(special.text, known):
+            del ids[special.text]
     # A space inside a token is written as another character, so the first one separates.
     pairs: list[Any] = [tuple(merge.split(" ", 1)) for merge in merges]
     try:
@@ -117,7 +116,7 @@ def _model(vocabulary: Vocabulary, *, ignore_merges: bool) -> models.BPE:
         raise _bad_merges(vocabulary, merges, ids) from error
 
 
-def _is_merged(text: str, merges: set[str]) -> bool:
+def _is_merged(text: str, merges: Container[str]) -> bool:
     """Whether one of the merges makes it."""
     return any(f"{text[:n]} {text[n:]}" in merges for n in range(1, len(text)))
 

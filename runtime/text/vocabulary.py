@@ -68,7 +68,7 @@ class Vocabulary:
         self._metadata = metadata
         self._source = source
         self.texts = self._read_texts()
-        self.ids = {text: id for id, text in enumerate(self.texts)}
+        self.ids = dict(zip(self.texts, range(len(self.texts)), strict=True))
         if len(self.ids) != len(self.texts):
             raise self.corrupt("tokens", "two tokens have the same text")
         file_kinds = self._read_kinds()
@@ -77,11 +77,8 @@ class Vocabulary:
         self.named_ids = self._read_named_ids()
         self._name_fim_tokens()
         self.end_ids = self._mark_end_tokens()
-        self.controls = frozenset(
-            self.texts[id]
-            for id, (before, now) in enumerate(zip(file_kinds, self.kinds, strict=True))
-            if (before | now) & (CONTROL | UNKNOWN)
-        )
+        before, now = _having(file_kinds, CONTROL | UNKNOWN), _having(self.kinds, CONTROL | UNKNOWN)
+        self.controls = frozenset(self.texts[id] for id in (*before, *now))
         self.specials = self._collect_specials()
 
     def corrupt(self, key: str, what: str) -> CorruptModel:
@@ -106,7 +103,7 @@ class Vocabulary:
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise self.corrupt(key, "must be an array of strings")
         texts = list(value)
-        if not all(type(text) is str for text in texts):
+        if set(map(type, texts)) - {str}:
             raise self.corrupt(key, "must be an array of strings")
         return texts
 
@@ -139,7 +136,7 @@ class Vocabulary:
             raise self.corrupt(key, "must be an array of numbers")
         if len(values) != len(self.texts):
             raise self.corrupt(key, f"has {len(values)} entries for {len(self.texts)} tokens")
-        if not all(type(number) in (int, float) for number in values):
+        if set(map(type, values)) - {int, float}:
             raise self.corrupt(key, "must be an array of numbers")
         return list(values)
 
@@ -150,7 +147,7 @@ class Vocabulary:
         wrong = set(types) - set(range(len(KIND_OF_TYPE)))
         if wrong:
             raise self.corrupt("token_type", f"unknown token type {min(wrong)}; known: 0 to 6")
-        return [KIND_OF_TYPE[int(type)] for type in types]
+        return list(map(KIND_OF_TYPE.__getitem__, map(int, types)))
 
     def _read_scores(self) -> list[float]:
         scores = self._numbers("scores") or []
@@ -202,14 +199,19 @@ class Vocabulary:
         specials = [
             Special(
                 id,
-                text,
-                plain=not kind & (CONTROL | UNKNOWN),
+                text := self.texts[id],
+                plain=not self.kinds[id] & (CONTROL | UNKNOWN),
                 strip_right=strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
             )
-            for id, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True))
-            if kind & (CONTROL | USER_DEFINED | UNKNOWN)
+            for id in _having(self.kinds, CONTROL | USER_DEFINED | UNKNOWN)
         ]
         return sorted(specials, key=lambda special: -len(special.text.encode()))
+
+
+def _having(kinds: Sequence[int], bits: int) -> list[int]:
+    """Ids of the tokens of any of these kinds, in order."""
+    wanted = {kind for kind in set(kinds) if kind & bits}
+    return [id for id, kind in enumerate(kinds) if kind in wanted] if wanted else []
 
 
 _ID_KEYS = {

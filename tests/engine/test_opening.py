@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import subprocess
 import sys
@@ -161,7 +162,7 @@ async def test_a_cancelled_load_is_left_at_once_and_cleans_up(
 async def test_openings_that_overlap_leave_threads_their_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    usual = sys.getswitchinterval()
+    usual, looks = sys.getswitchinterval(), gc.get_threshold()
     gates = {n: (threading.Event(), threading.Event()) for n in (300, 400)}
 
     def gated(config: EngineConfig, progress: runtime.Progress) -> Opened:
@@ -176,11 +177,11 @@ async def test_openings_that_overlap_leave_threads_their_turns(
         config = EngineConfig(device="fake", n_ctx=n)
         openings.append(asyncio.create_task(opening.open_off_loop(config, runtime.Progress())))
         assert await asyncio.to_thread(began.wait, 10)
-    assert sys.getswitchinterval() < usual
+    assert sys.getswitchinterval() < usual and gc.get_threshold()[0] > looks[0]
     for task, (_, go_on) in zip(openings, gates.values(), strict=True):
         go_on.set()
         await (await task).close()
-    assert sys.getswitchinterval() == usual
+    assert sys.getswitchinterval() == usual and gc.get_threshold() == looks
 
 
 def test_a_bad_vocabulary_ends_the_work_that_is_done_beside_its_reading(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,20 @@ def test_only_the_most_recent_directories_are_kept(tmp_path: Path) -> None:
     used = cache.use_directory(tmp_path).directory.name
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {used, "something-else", *names[: cache.KEPT_DIRECTORIES - 1]}
+
+
+LOADING = """
+import sys, numba
+from ops.cpu import norm, walk
+address = norm.quantize.address
+print(norm.quantize._compiled.cache_hits, "numba.np.linalg" in sys.modules)
+numba.njit(lambda x: x + 1)(1)
+print("numba.np.linalg" in sys.modules)
+"""
+
+
+def test_compiled_kernels_are_loaded_without_all_that_numba_can_compile() -> None:
+    command = [sys.executable, "-c", LOADING]
+    subprocess.run(command, check=True, capture_output=True)  # where they are not compiled yet
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.split("\n")[:2] == ["1 False", "True"], "other functions' compiler reads it"

@@ -21,7 +21,11 @@ for path in sys.argv[1:3]:
         files.append(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8))
 watched = [(sys.argv[1], files[0].ctypes.data, files[0].nbytes)]
 mode, victim = sys.argv[3], int(sys.argv[4])
+if mode == "two":
+    second = named_bus_errors([(sys.argv[2], files[1].ctypes.data, files[1].nbytes)])
 with named_bus_errors(watched):
+    if mode == "two":
+        second.__enter__()
     if mode == "thread":
         os.truncate(sys.argv[1 + victim], 0)
         thread = threading.Thread(target=files[victim].sum)
@@ -30,7 +34,7 @@ with named_bus_errors(watched):
     elif mode == "main":
         os.truncate(sys.argv[1 + victim], 0)
         files[victim].sum()
-if mode == "after":
+if mode in ("after", "two"):
     os.truncate(sys.argv[1 + victim], 0)
     files[victim].sum()
 print("survived")
@@ -64,6 +68,13 @@ def test_other_bus_errors_stay_what_they_were(mode: str, victim: int, tmp_path: 
     ended = run(tmp_path, mode, victim)
     assert ended.returncode == -7
     assert ended.stderr == ""
+
+
+def test_one_block_may_outlive_another(tmp_path: Path) -> None:
+    for victim, said in ((1, "second.gguf: the file was cut"), (0, "")):
+        ended = run(tmp_path, "two", victim)
+        assert ended.returncode == (EXIT_STATUS if said else -7)
+        assert said in ended.stderr
 
 
 def test_nothing_happens_without_a_fault(tmp_path: Path) -> None:

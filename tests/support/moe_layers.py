@@ -80,7 +80,8 @@ class MoeLayers:
         dense = SimpleNamespace(feed_forward=None)
         layers = [dense, *(SimpleNamespace(feed_forward=spec) for spec in self.specs)]
         n_expert_max = max(spec.n_expert for spec in self.specs)
-        return SimpleNamespace(layers=layers, n_expert_max=n_expert_max)
+        moe_layers = tuple(enumerate(self.specs, start=1))
+        return SimpleNamespace(layers=layers, moe_layers=moe_layers, n_expert_max=n_expert_max)
 
     def records(self, layer: int, x: F32) -> U8:
         """Activation records of f32 rows."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from runtime.engine.gpu.expert_plan import Holding, expected_hits, moe_layers_of
-from runtime.engine.gpu.experts import moe_layers
 from runtime.engine.gpu.gpu_plan import GPUPlan
 
 
@@ -13,7 +12,7 @@ def expected_hit_rate(plan: GPUPlan) -> float | None:
     first = 0
     for share, experts in zip(plan.shares, plan.experts, strict=True):
         model = share.share.model
-        blocks = [block for _, block in moe_layers(model.spec)]
+        blocks = [block for _, block in model.spec.moe_layers]
         layers = moe_layers_of(model.weights, blocks)
         known = None if plan.known is None else plan.known.part(slice(first, first + len(blocks)))
         first += len(blocks)

@@ -19,7 +19,7 @@ from runtime.engine.gpu.expert_plan import (
     slots_bytes,
     whole_layer_slots,
 )
-from runtime.engine.gpu.experts import U64, ExpertStore, empty_table, moe_layers
+from runtime.engine.gpu.experts import U64, ExpertStore, empty_table
 from runtime.engine.gpu.plan_parts import StepMemory
 from runtime.engine.gpu.share_plan import SharePlan
 from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
@@ -43,7 +43,7 @@ class ExpertMemory:
         self._device, self._planned, self.plan = device, planned, plan
         self._store, self._table = store, memory.table
         model = planned.share.model
-        blocks = [block for _, block in moe_layers(model.spec)]
+        blocks = [block for _, block in model.spec.moe_layers]
         self._layers: list[MoeLayer] = moe_layers_of(model.weights, blocks)
 
     def room(self, vram_limit: int | None) -> int:

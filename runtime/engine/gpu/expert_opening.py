@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.gpu.expert_plan import ExpertPlan, Holding
-from runtime.engine.gpu.experts import moe_layers
 from runtime.engine.gpu.gpu_plan import GPUPlan, holds_all, plan_experts
 from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.gpu.share_opening import ShareOpening
@@ -88,7 +87,7 @@ def _hold_all(share: ShareOpening) -> bool:
 
 def moe_blocks(shares: Sequence[ShareOpening]) -> list[MoeSpec]:
     """The MoE layers of these GPUs."""
-    return [block for share in shares for _, block in moe_layers(share.model.spec)]
+    return [block for share in shares for _, block in share.model.spec.moe_layers]
 
 
 def _known(

@@ -6,7 +6,7 @@ kernels (0: not on the GPU), and a spare. Rows of layers without experts stay 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,15 +103,8 @@ class ExpertStore(StepExperts, Protocol):
 
 def choices_shape(spec: ModelSpec, n_tokens: int) -> tuple[int, int, int]:
     """How the choices of a step of so many tokens lie: layers, tokens, experts a token."""
-    used = [block.n_used for _, block in moe_layers(spec)]
+    used = [block.n_used for _, block in spec.moe_layers]
     return len(used), n_tokens, max(used, default=0)
-
-
-def moe_layers(spec: ModelSpec) -> Iterator[tuple[int, MoeSpec]]:
-    """(layer number, block) of the layers with routed experts."""
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer.feed_forward, MoeSpec):
-            yield index, layer.feed_forward
 
 
 def empty_table(spec: ModelSpec) -> U64:
@@ -155,7 +148,7 @@ class ResidentExperts:
         self._model = model
         self._offsets: dict[str, int] = {}
         end = 0
-        for _, block in moe_layers(model.spec):
+        for _, block in model.spec.moe_layers:
             for linear in block.expert_linears:
                 self._offsets[linear.weight] = end
                 end += slot_bytes(model.weights[linear.weight].n_bytes)
@@ -172,7 +165,7 @@ class ResidentExperts:
 
     def table(self) -> U64:
         table = empty_table(self._model.spec)
-        for layer, block in moe_layers(self._model.spec):
+        for layer, block in self._model.spec.moe_layers:
             parts = expert_parts(self._model, block)
             experts = np.arange(block.n_expert, dtype=np.uint64)
             for column, part in enumerate((parts.gate, parts.up, parts.down)):
@@ -213,6 +206,6 @@ def expert_bytes(model: Model) -> int:
     """What `ResidentExperts` allocates."""
     return sum(
         slot_bytes(model.weights[linear.weight].n_bytes)
-        for _, block in moe_layers(model.spec)
+        for _, block in model.spec.moe_layers
         for linear in block.expert_linears
     )

@@ -15,7 +15,6 @@ from runtime.engine.gpu.choice_launches import (
 )
 from runtime.engine.gpu.dense_launches import add_dense_down, takes_dense_down
 from runtime.engine.gpu.expert_launches import PHASE, GateUp, add_activation, add_experts
-from runtime.engine.gpu.experts import moe_layers
 from runtime.engine.gpu.fetch_launches import begin_fetches
 from runtime.engine.gpu.matrix_launches import (
     Output,
@@ -38,7 +37,7 @@ class FeedForwardLaunches:
     def __init__(self, parts: PlanParts, table_stride: int) -> None:
         """table_stride: bytes of the table of experts from a layer to the next."""
         self._parts = parts
-        self._moe_layers = [index for index, _ in moe_layers(parts.model.spec)]
+        self._moe_layers = [index for index, _ in parts.model.spec.moe_layers]
         self._tables = [parts.memory.table + layer * table_stride for layer in self._moe_layers]
 
     def begin(self) -> None:

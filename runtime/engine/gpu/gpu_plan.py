@@ -19,7 +19,6 @@ from runtime.engine.gpu.expert_plan import (
     moe_layers_of,
     some_experts,
 )
-from runtime.engine.gpu.experts import moe_layers
 from runtime.engine.gpu.latent_launches import most_tokens
 from runtime.engine.gpu.memory_launches import memory_bytes
 from runtime.engine.gpu.settings import GPUSettings
@@ -98,7 +97,7 @@ def holds_all(share: SharePlan) -> bool:
 def moe_parts(model: Model, shares: Sequence[SharePlan]) -> list[list[MoeLayer]]:
     """The MoE layers of each share."""
     return [
-        moe_layers_of(model.weights, [block for _, block in moe_layers(share.share.model.spec)])
+        moe_layers_of(model.weights, [block for _, block in share.share.model.spec.moe_layers])
         for share in shares
     ]
 

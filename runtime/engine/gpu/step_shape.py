@@ -170,7 +170,8 @@ class StepShapes:
             for n_outputs in ((None, *OUTPUTS) if n_context in (shortest, longest) else OUTPUTS[:1])
             if n_outputs is not None or n_tokens <= MAX_OUTPUTS
         ]
-        return [*shapes, *self._sampling(self.most_tokens(StepKind.DECODE), longest)]
+        shapes += self._sampling(self.most_tokens(StepKind.DECODE), longest)
+        return list(dict.fromkeys(shapes))  # few tokens have as many outputs at most
 
     def first_request(self) -> list[StepShape]:
         """Classes of what one sequence of a short context decodes by, but for those whose sampler
