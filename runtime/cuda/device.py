@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +19,10 @@ MIN_CAPABILITY = (8, 0)
 
 NO_PEERS = ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "CUDA_ERROR_TOO_MANY_PEERS")
 """Codes that say that two GPUs stay apart although they need not."""
+
+
+_STAYING = threading.local()
+"""`device`: the one whose context is known to be current on this thread, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +75,25 @@ class Device:
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
         self._enter = driver.native("cuCtxSetCurrent", 1)
 
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Have this thread stay in the device's context: nothing else than our own code runs on it
+        inside the block.  Each call then gives the interpreter up once instead of twice, which
+        counts where other threads compute.  A call of another device ends that.  Raises: as `call`.
+        """
+        self._make_current()
+        _STAYING.device = self
+        try:
+            yield
+        finally:
+            _STAYING.device = None
+
     def call(self, name: str, *args: Any, asked: int | None = None) -> Any:
         """A driver call in this device's context; `asked` bytes stand in OutOfDeviceMemory.
 
         Raises: CudaError and its subclasses; DeviceUnavailable after `close`.
         """
-        if self._context is None:
-            raise DeviceUnavailable(f"{self.info.name} is closed")
-        self.driver.call("cuCtxSetCurrent", self._context)
+        self._make_current()
         try:
             return self.driver.call(name, *args)
         except OutOfDeviceMemory:
@@ -87,10 +104,15 @@ class Device:
 
         Raises: as `call`.
         """
+        self._make_current()
+        return self.driver.ready(name, *args)
+
+    def _make_current(self) -> None:
         if self._context is None:
             raise DeviceUnavailable(f"{self.info.name} is closed")
-        self.driver.call("cuCtxSetCurrent", self._context)
-        return self.driver.ready(name, *args)
+        if getattr(_STAYING, "device", None) is not self:
+            _STAYING.device = None
+            self.driver.call("cuCtxSetCurrent", self._context)
 
     def native(self, name: str, n_args: int, version: int = PTX_VERSION) -> Callable[..., bool]:
         """`Driver.native` in this device's context; what it returns is `Driver.passed` already.
@@ -102,7 +124,9 @@ class Device:
         def call(*args: int) -> bool:
             if self._context is None:
                 raise DeviceUnavailable(f"{self.info.name} is closed")
-            self._enter(int(self._context))
+            if getattr(_STAYING, "device", None) is not self:
+                _STAYING.device = None
+                self._enter(int(self._context))
             code = function(*args)
             return not code or driver.passed(name, code)
 

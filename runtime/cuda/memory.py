@@ -75,11 +75,7 @@ class RegisteredMemory(Resource):
         except CudaError as error:
             raise PinningFailed(array.nbytes, f"{error.call}: {error.code}") from error
         super().__init__(device, host, label)
-        try:
-            self._address = int(device.call("cuMemHostGetDevicePointer", host, 0))
-        except CudaError:
-            self.close()
-            raise
+        self._address: int | None = None
 
     @property
     def host(self) -> int:
@@ -88,8 +84,11 @@ class RegisteredMemory(Resource):
 
     @property
     def address(self) -> int:
-        """Its address for kernels. Raises: EngineBug once it is closed."""
-        return self._address if not self.closed else int(self.handle)
+        """Its address for kernels. Raises: CudaError, EngineBug once it is closed."""
+        host = self.host
+        if self._address is None:
+            self._address = int(self.device.call("cuMemHostGetDevicePointer", host, 0))
+        return self._address
 
     def address_on(self, device: Device) -> int:
         """Its address for kernels of another GPU.  Raises: CudaError, EngineBug."""

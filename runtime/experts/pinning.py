@@ -18,7 +18,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import RegisteredMemory
 from runtime.errors import DeviceError, PinningFailed
 from runtime.experts.host_memory import HostMemory, MemoryReading
-from runtime.experts.pinned_pages import I64, Span, bytes_at, cut_spans, join_touching
+from runtime.experts.pinned_pages import I64, Span, bytes_at, cut_spans
 from runtime.models.mapped_file import want_pages
 from runtime.progress import Progress
 
@@ -126,7 +126,9 @@ class Pinning:
 
     def _run(self, spans: Sequence[Span]) -> None:
         try:
-            self._end(self._register_all(spans))
+            with self._device.staying():
+                why = self._register_all(spans)
+            self._end(why)
         except DeviceError as error:
             self._end(str(error))
         except BaseException as error:
@@ -168,7 +170,7 @@ class Pinning:
         pages = bytes_at(start, end - start)
         piece = RegisteredMemory(self._device, pages, "experts", read_only=True)
         self._pieces.append(piece)
-        if piece.address != start:
+        if len(self._pieces) == 1 and piece.address != start:  # it is the machine's way, or not
             raise PinningFailed(end - start, "kernels would see it at another address")
         self._new.append(span)
         self.n_bytes += end - start
@@ -223,17 +225,23 @@ def pieces(starts: I64, ends: I64, heat: NDArray[np.float64], most: int) -> list
         taken = order[np.cumsum(sizes[order]) <= most]
         starts, ends, heat = starts[taken], ends[taken], heat[taken]
         there = ends > starts
-    spans = _whole_pages(list(zip(starts[there].tolist(), ends[there].tolist(), strict=True)))
-    cut = cut_spans(spans, PIECE_BYTES)
+    cut = cut_spans(_whole_pages(starts[there], ends[there]), PIECE_BYTES)
     edges = np.array(cut, np.int64).reshape(-1, 2)
     uses = _uses_up_to(starts, ends, heat, edges)
     density = (uses[:, 1] - uses[:, 0]) / np.maximum(edges[:, 1] - edges[:, 0], 1)
     return [cut[i] for i in np.argsort(-density, kind="stable")]
 
 
-def _whole_pages(spans: Sequence[Span]) -> list[Span]:
+def _whole_pages(starts: I64, ends: I64) -> list[Span]:
+    """The pages of all of these spans, those together that touch; there are many thousands."""
     page = mmap.PAGESIZE
-    return join_touching((a // page * page, -(-b // page) * page) for a, b in spans)
+    order = np.argsort(starts, kind="stable")
+    firsts = starts[order] // page * page
+    reached = np.maximum.accumulate(-(-ends[order] // page) * page)
+    apart = np.flatnonzero(firsts[1:] > reached[:-1]) + 1
+    at = np.concatenate([[0], apart])[: len(order)]
+    lasts = np.concatenate([apart, [len(order)]])[: len(at)] - 1
+    return list(zip(firsts[at].tolist(), reached[lasts].tolist(), strict=True))
 
 
 def _uses_up_to(

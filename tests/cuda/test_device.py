@@ -175,3 +175,40 @@ def test_an_index_outside_its_memory_ends_in_a_lost_device(
         Launch(module.function("fill"), (1, 1, 1), 32, arguments).enqueue(stream)
         with pytest.raises(DeviceLost, match="not its own"):
             stream.synchronize()
+
+
+def test_a_thread_that_stays_makes_the_context_current_once(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_times, set_current = 0, fake._cuCtxSetCurrent
+
+    def counted(context: object) -> None:
+        nonlocal n_times
+        n_times += 1
+        set_current(context)
+
+    monkeypatch.setattr(fake, "_cuCtxSetCurrent", counted)
+    with Device(initialized(fake, "13.4.4")) as device:
+
+        def work() -> None:
+            with device.staying():
+                for _ in range(3):
+                    device.free_bytes()
+            device.free_bytes()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert n_times == 2
+        device.free_bytes()
+        device.free_bytes()
+        assert n_times == 4, "other threads make it current each time"
+
+
+def test_a_thread_that_stays_with_one_gpu_may_call_another(fake: FakeDriver) -> None:
+    fake.n_devices = 2
+    driver = initialized(fake, "13.4.4")
+    with Device(driver, 0) as first, Device(driver, 1) as second, first.staying():
+        for device in (first, second, first):
+            with DeviceBuffer(device, 256):
+                assert fake._device_now() == device.info.index

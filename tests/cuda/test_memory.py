@@ -168,8 +168,8 @@ def test_pinned_memory_that_kernels_cannot_address_is_given_back(
 ) -> None:
     fake.fail["cuMemHostGetDevicePointer"] = CUresult["CUDA_ERROR_INVALID_VALUE"]
     with Device(fake_driver) as device:
-        with pytest.raises(CudaError):
-            PinnedBuffer(device, 4096)
+        with PinnedBuffer(device, 4096) as pinned, pytest.raises(CudaError):
+            _ = pinned.address
         assert device.open_resources == ()
         assert fake.live == {"context": 1}
 

@@ -26,8 +26,9 @@ SPANS = ((0, 5), (7, 3 * PAGE), (4 * PAGE, 6 * PAGE), (11 * PAGE + 9, 20), (12 *
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "MAPPED_BYTES", 2 * PAGE)
-    monkeypatch.setattr(transfer, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(transfer, "STAGE_BYTES", 1000)
     monkeypatch.setattr(transfer, "LEAST_MAPPED_BYTES", 20)
+    monkeypatch.setattr(transfer, "GAP_BYTES", PAGE - 10)
 
 
 @pytest.fixture
@@ -74,8 +75,38 @@ def test_whole_pages_of_a_file_travel_without_a_copy(
 ) -> None:
     seen = registered_pages(fake, monkeypatch)
     assert carried(device, file)
-    assert sum(n_bytes for _, n_bytes in seen) == (2 + 6) * PAGE
+    start = file.view(0, 1).ctypes.data
+    assert {(address - start) // PAGE for address, _ in seen} == {0, 2, 4, 6, 8}
     assert all(address % PAGE == 0 and n_bytes <= 2 * PAGE for address, n_bytes in seen)
+
+
+def test_tensors_near_each_other_are_registered_together(
+    device: Device, file: MappedFile, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "GAP_BYTES", PAGE)
+    monkeypatch.setattr(transfer, "MAPPED_BYTES", 16 * PAGE)
+    seen = registered_pages(fake, monkeypatch)
+    assert carried(device, file)
+    assert [n_bytes for _, n_bytes in seen] == [10 * PAGE]
+
+
+def test_many_small_tensors_share_a_buffer(
+    device: Device, file: MappedFile, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_waits, synchronize = 0, fake._cuStreamSynchronize
+
+    def counted(stream: object) -> None:
+        nonlocal n_waits
+        n_waits += 1
+        synchronize(stream)
+
+    monkeypatch.setattr(fake, "_cuStreamSynchronize", counted)
+    with DeviceBuffer(device, 100 * PAGE) as buffer:
+        small = [Transfer(buffer.address + PAGE * i, file.view(90 * i, 90)) for i in range(100)]
+        transfer_all(device, small)
+        whole: np.ndarray = device.driver.api._span(buffer.address, buffer.nbytes)
+        assert all(np.array_equal(whole[PAGE * i :][:90], small[i].data) for i in range(100))
+    assert n_waits == 9, "buffers of 1000 bytes"
 
 
 def test_pages_that_another_has_registered_are_copied(device: Device, file: MappedFile) -> None:
@@ -110,7 +141,8 @@ def test_what_is_no_map_is_never_registered_as_one(
 def test_a_failed_copy_gives_everything_back(
     device: Device, file: MappedFile, fake: FakeDriver
 ) -> None:
-    fake.fail["cuMemcpyHtoDAsync"] = CUresult.CUDA_ERROR_INVALID_VALUE
+    for call in ("cuMemcpyHtoDAsync", "cuMemcpyBatchAsync"):
+        fake.fail[call] = CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(Exception, match="INVALID_VALUE"):
         carried(device, file)
     assert "registered" not in fake.live

@@ -39,6 +39,7 @@ class FakeMemory(FakeCalls):
         self._memories: dict[int, HostMemory] = {}
         self._peers: set[tuple[int, int]] = set()
         self._owners: dict[int, int] = {}
+        self._holders: dict[Any, int] = {}
         self._registered: dict[int, list[int]] = {}
 
     def _memory_of(self, device: int) -> HostMemory:
@@ -102,15 +103,19 @@ class FakeMemory(FakeCalls):
         return self.attributes[attrib.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
 
     def _cuDevicePrimaryCtxRetain(self, dev: Any) -> int:
-        return self._new("context", dev)
+        """The same one for all that hold it."""
+        self._holders[dev] = self._holders.get(dev, 0) + 1
+        return self._contexts(dev)[0] if self._contexts(dev) else self._new("context", dev)
+
+    def _contexts(self, dev: Any) -> list[int]:
+        return [h for h, found in self.objects.items() if found == ("context", dev)]
 
     def _cuDevicePrimaryCtxRelease(self, dev: Any) -> None:
-        contexts = [
-            h for h, (kind, owner) in self.objects.items() if (kind, owner) == ("context", dev)
-        ]
-        if not contexts:
+        if not self._contexts(dev):
             raise Failure("INVALID_CONTEXT")
-        del self.objects[contexts[-1]]
+        self._holders[dev] -= 1
+        if not self._holders[dev]:
+            del self.objects[self._contexts(dev)[0]]
 
     def _cuCtxSetCurrent(self, ctx: Any) -> None:
         self._thread.context = ctx

@@ -140,7 +140,8 @@ def start_tests(
 def _test(exchange: Exchange, share: ShareOpening, rounds: int) -> None:
     from runtime.experts.self_test import self_test
 
-    result = self_test(share.device, exchange.team, share.functions.function, rounds)
+    with share.device.staying():
+        result = self_test(share.device, exchange.team, share.functions.function, rounds)
     logger.info(
         "exchange with the CPU: %d rounds, %.1f us each", result.rounds, result.microseconds
     )

@@ -65,11 +65,12 @@ class Functions:
 
     def _load(self, item: tuple[KernelKey, Kernel]) -> None:
         key, kernel = item
-        module = Module(
-            self._device, lambda: kernel.text, kernel.entry, self._cache, recipe=kernel.recipe
-        )
-        try:
-            self._functions[key] = module.function(kernel.entry)
-        except BaseException:
-            module.close()
-            raise
+        with self._device.staying():
+            module = Module(
+                self._device, lambda: kernel.text, kernel.entry, self._cache, recipe=kernel.recipe
+            )
+            try:
+                self._functions[key] = module.function(kernel.entry)
+            except BaseException:
+                module.close()
+                raise
