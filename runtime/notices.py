@@ -29,6 +29,9 @@ class Reason(StrEnum):
     FEWER_HITS       the experts on the GPU are used less than expected
     SLOW_PROMPTS     kernels for single tokens read prompts
     NO_EFFECT        settings that change nothing on the device that computes
+    GPU_LEFT_OUT     a GPU of the machine is not used
+    NOT_KEPT         the next start will not find what this one has made or learned
+    STEP_SPLIT       a step failed, and its sequences were computed one by one
     """
 
     CACHE_OFF = "cache_off"
@@ -41,6 +44,9 @@ class Reason(StrEnum):
     FEWER_HITS = "fewer_hits"
     SLOW_PROMPTS = "slow_prompts"
     NO_EFFECT = "no_effect"
+    GPU_LEFT_OUT = "gpu_left_out"
+    NOT_KEPT = "not_kept"
+    STEP_SPLIT = "step_split"
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Engine:
             n_ctx_sequence=self.shape.n_ctx_sequence,
             states=states_of(limits, keep=config.prefix_cache),
         )
-        self._steps = StepLoop(scheduler, opened.executor, helper)
+        self._steps = StepLoop(scheduler, opened.executor, helper, opened.notices)
         self._slots = Slots(self._steps, self._kv, self.shape, self._model_key())
         self._vocabulary = SamplingVocabulary(limits.n_vocab, opened.model.text)
         self._stepping: asyncio.Task[None] | None = None

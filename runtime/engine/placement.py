@@ -80,7 +80,7 @@ def _open_cpu(
     from runtime.engine.cpu_executor import open_cpu_executor
 
     if KERNEL_CACHE.reason:
-        logger.warning("every start compiles its kernels anew: %s", KERNEL_CACHE.reason)
+        notices.add(Reason.NOT_KEPT, f"the CPU's compiled kernels: {KERNEL_CACHE.reason}")
 
     def kernel_ready(n_ready: int, n_kernels: int) -> None:
         if n_ready == 0:
@@ -155,9 +155,13 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
     """
     if config.device == "fake":
         return _open_fake(config, progress)
-    with ExitStack() as resources, ThreadPoolExecutor(2, thread_name_prefix="opening") as beside:
+    with (
+        ExitStack() as resources,
+        ThreadPoolExecutor(3, thread_name_prefix="opening") as beside,
+        ExitStack() as woken,
+    ):
         if config.device in ("auto", "cuda"):
-            beside.submit(_wake_driver)
+            woken.callback(beside.submit(_wake_gpu, config.main_gpu, woken).result)
         model = _open_model(config, progress, resources)
         naming = beside.submit(_name_bus_errors, model, config, resources)
         reading = beside.submit(facts_of, model)
@@ -232,15 +236,17 @@ def _open_executor(
     return DEVICES[last](*given), f"{last}, because of {preferred[0]}: {'; '.join(reasons)}"
 
 
-def _wake_driver() -> None:
-    """Have the driver find its GPUs, 0.3 s in which no Python runs, before they are asked for.
+def _wake_gpu(index: int, woken: ExitStack) -> None:
+    """Have the driver find its GPUs and make one's context, most of which needs no Python, before
+    they are asked for.  `woken` lets go of it, when others hold it.
 
     What is wrong there is said by whoever opens it.
     """
+    from runtime.cuda.device import Device
     from runtime.cuda.driver import open_driver
 
     with suppress(DeviceError):
-        open_driver()
+        woken.enter_context(Device(open_driver(), index))
 
 
 def _name_bus_errors(model: Model, config: EngineConfig, resources: ExitStack) -> None:

@@ -26,6 +26,7 @@ from runtime.engine.sequence import Sequence, State
 from runtime.engine.statistics import Counters
 from runtime.engine.step import F32, Chosen, DeviceWork, Step, StepKind, StepResult
 from runtime.errors import ComputeError, EngineError
+from runtime.notices import Notices, Reason
 from runtime.profiling.profiler import Profiler
 from runtime.profiling.record import StepSort
 
@@ -45,11 +46,10 @@ class StepLoop:
     """The only caller of the executor; all bookkeeping happens on the event loop."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, helper: ThreadPoolExecutor
+        self, scheduler: Scheduler, executor: Executor, helper: ThreadPoolExecutor, notices: Notices
     ) -> None:
         """helper: one thread for whatever would hold up the event loop."""
-        self.scheduler = scheduler
-        self.executor = executor
+        self.scheduler, self.executor, self._notices = scheduler, executor, notices
         self.counters = Counters()
         self.slots: dict[int, Answer] = {}  # the last answer of each slot
         self.profiler: Profiler | None = None
@@ -275,7 +275,7 @@ class StepLoop:
                 for part in plan.parts:
                     self._fail(part.sequence, error)
                 return np.empty((len(step.output_tokens), 0), np.float32)
-        logger.warning("a step of %d sequences failed: computing each alone", len(plan.parts))
+            self._notices.add(Reason.STEP_SPLIT, f"a step of several sequences failed: {error}")
         rows: list[F32] = []
         for part, own in self.scheduler.alone(plan):
             try:

@@ -71,7 +71,11 @@ def own_path(path: Path, identity: ModelIdentity) -> Path:
     return path.with_name(f"{path.name}.{identity.file_name}") if of_another else path
 
 
-def file_usage(metadata: Mapping[str, MetadataValue], spec: ModelSpec) -> U64 | None:
+def file_usage(
+    metadata: Mapping[str, MetadataValue],
+    spec: ModelSpec,
+    tell: Callable[[str], object] = logger.warning,
+) -> U64 | None:
     """The table that the model's file has, u64[n_moe_layers, n_expert]; None: it has none, or one
     that does not fit the model.
 
@@ -85,7 +89,7 @@ def file_usage(metadata: Mapping[str, MetadataValue], spec: ModelSpec) -> U64 | 
         type(value) is int and 0 <= value < 1 << 32 for value in values
     )
     if not whole or not isinstance(values, list) or len(values) != n_layers * n_expert:
-        logger.warning("%s is not a count for each of %d x %d", USAGE_KEY, n_layers, n_expert)
+        tell(f"{USAGE_KEY} is not a count for each of {n_layers} x {n_expert}")
         return None
     table = np.array(values, np.uint64).reshape(n_layers, n_expert)
     routed = [isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers]
@@ -100,6 +104,7 @@ class LifetimeUsage:
     source    where that came from, for people
     path      None: nothing is saved; see `own_path`
     recent    use by the last tokens; None: not known
+    tell      gets the reason where nothing could be saved, from any thread
     """
 
     identity: ModelIdentity
@@ -109,6 +114,7 @@ class LifetimeUsage:
     path: Path | None
     saved_at: float = 0.0
     recent: RecentUse | None = None
+    tell: Callable[[str], object] = logger.warning
 
     @property
     def for_plan(self) -> KnownUse:
@@ -132,7 +138,7 @@ class LifetimeUsage:
         last ones.  Blocks for a disk.
 
         A damaged profile is replaced; where something else is, or nothing can be written, that is
-        a warning.
+        told.
         """
         self.saved_at = now
         if self.path is None or not uses.any():
@@ -145,7 +151,7 @@ class LifetimeUsage:
                 base = _loaded(path, self.identity, self.known.shape)
                 save_profile(path, profile if base is None else base.merged(profile))
         except OSError as error:
-            logger.warning("%s: expert usage was not saved: %s", self.path, error.strerror)
+            self.tell(f"{self.path}: expert usage was not saved: {error.strerror}")
 
 
 def refused(why: str) -> None:
@@ -172,7 +178,7 @@ def lifetime_usage(
     if profile is not None:
         found = identity, profile.counts, profile.n_tokens, str(own), path
         return LifetimeUsage(*found, recent=profile.recent)
-    table = file_usage(model.metadata, model.spec)
+    table = file_usage(model.metadata, model.spec, tell)
     if table is not None and table.any():
         used = max((block.n_used for block in blocks if isinstance(block, MoeSpec)), default=1)
         n_tokens = int(table[0].sum()) // used

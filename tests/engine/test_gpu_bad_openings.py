@@ -92,7 +92,8 @@ def test_every_allocation_that_fails_leads_to_the_cpu_or_a_smaller_cache(
             assert ends_capture or gpu.out_of_memory_at is not None, site  # it was reached
             if facts["device"] == "cuda":
                 fewer = n_gpus > 1 and "gpus" not in facts
-                assert held(facts) != whole or facts["notices"] or fewer, site
+                early = site == ("cuDevicePrimaryCtxRetain",)  # asked for again when it is needed
+                assert held(facts) != whole or facts["notices"] or fewer or early, site
                 continue
             assert reason.startswith("cpu, because of cuda: "), site
             if site[0] != "cuDevicePrimaryCtxRetain":  # before that nothing is known

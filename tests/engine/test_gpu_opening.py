@@ -18,15 +18,18 @@ from runtime.cuda.module import CubinCache
 from runtime.engine import placement
 from runtime.engine.engine import Engine
 from runtime.engine.gpu import captured_steps
+from runtime.engine.gpu.captured_steps import CapturedStep, CapturedSteps
 from runtime.engine.gpu.opening import open_gpu_executor
 from runtime.engine.gpu.settings import MARGIN_BYTES, GPUSettings
+from runtime.engine.gpu.step_shape import StepShape
 from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
-from runtime.errors import CorruptModel, DeviceError, DeviceUnavailable
+from runtime.errors import CorruptModel, DeviceError, DeviceUnavailable, OutOfDeviceMemory
 from runtime.models import Model, open_model
+from runtime.notices import Notices, Reason
 from runtime.progress import Progress
 from tests.support.block_models import BLOCK_MODELS
-from tests.support.fake_driver import FakeDriver
+from tests.support.fake_driver import Failure, FakeDriver
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -111,6 +114,54 @@ def test_experts_that_do_not_fit_are_cached(
     facts = open_and_close(model, fake, tmp_path, vram_limit=limit, n_threads=1)
     assert 0 < facts["expert_slots"] < 8
     assert fake.live == {}
+
+
+def test_kernels_that_cannot_be_kept_are_named(model: Model, tmp_path: Path) -> None:
+    notices = Notices()
+    (tmp_path / "file").write_text("")
+    open_and_close(model, FakeDriver(memory_bytes=1 << 30), tmp_path / "file", notices=notices)
+    (notice,) = notices.all
+    assert notice.reason is Reason.NOT_KEPT and "assembled kernels" in notice.text
+
+
+def test_experts_make_room_for_the_first_graphs(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, capture = [True], CapturedSteps.of
+
+    def of(steps: CapturedSteps, shape: StepShape) -> CapturedStep:
+        if full.pop() if full else False:
+            raise OutOfDeviceMemory("graph", 1, 0)
+        return capture(steps, shape)
+
+    monkeypatch.setattr(CapturedSteps, "of", of)
+    notices = Notices()
+    given = {"moe_expert_cache": 4, "n_threads": 1, "notices": notices}
+    fake = FakeDriver(memory_bytes=1 << 30)
+    facts = open_and_close(model, fake, tmp_path, **given)
+    assert facts["captured_graphs"] == 2 and fake.live == {}
+    assert any("MiB back" in notice.text for notice in notices.all)
+
+    full[:] = [True] * 9
+    with pytest.raises(DeviceError):
+        open_and_close(model, fake, tmp_path, **given)
+    assert fake.live == {}
+
+
+def test_a_gpu_that_cannot_be_used_is_left_out_and_named(model: Model, tmp_path: Path) -> None:
+    fake, notices = FakeDriver(memory_bytes=1 << 30), Notices()
+    fake.n_devices, retain = 2, fake._cuDevicePrimaryCtxRetain
+
+    def of_the_first(device: int) -> int:
+        if device:
+            raise Failure("OUT_OF_MEMORY")
+        return retain(device)
+
+    fake._cuDevicePrimaryCtxRetain = of_the_first  # type: ignore[method-assign]
+    facts = open_and_close(model, fake, tmp_path, notices=notices)
+    assert facts["gpu"] == "Fake GPU 0"
+    (notice,) = notices.all
+    assert notice.reason is Reason.GPU_LEFT_OUT and notice.text.startswith("GPU 1: ")
 
 
 def test_parts_that_nobody_computes_are_obstacles(model: Model, tmp_path: Path) -> None:

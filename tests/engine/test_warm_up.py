@@ -14,6 +14,7 @@ from runtime.engine.idle import Idler
 from runtime.engine.step import StepKind
 from runtime.errors import OutOfDeviceMemory
 from runtime.models import open_model
+from runtime.notices import Reason
 from tests.engine.test_gpu_executor import TOKENS, executor_of, logits_of, step_of
 from tests.support.block_models import BLOCK_MODELS
 
@@ -133,4 +134,6 @@ async def test_where_memory_is_short_nothing_more_is_captured(
             with monkeypatch.context() as short:
                 short.setattr(gpu._parts.steps, "of", of)
                 assert not await gpu.warm_up.next() and len(tried) == 1
+            (notice,) = gpu._parts.planned.settings.notices.all
+            assert notice.reason is Reason.SHRUNK and "when steps need them" in notice.text
             assert not await gpu.warm_up.next()

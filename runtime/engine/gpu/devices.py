@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -15,8 +14,7 @@ from runtime.engine.gpu.share_plan import usable_bytes
 from runtime.engine.machine import GPUFacts
 from runtime.errors import ConfigError, DeviceUnavailable, OutOfDeviceMemory
 from runtime.models.model import Model
-
-logger = logging.getLogger(__name__)
+from runtime.notices import Reason
 
 
 def open_devices(
@@ -40,7 +38,7 @@ def open_devices(
         except (DeviceUnavailable, OutOfDeviceMemory) as error:
             if n_devices == 1:
                 raise
-            logger.warning("GPU %d is left out: %s", index, error)
+            settings.notices.add(Reason.GPU_LEFT_OUT, f"GPU {index}: {error}")
             continue
         resources.callback(device.close)
         devices.append(device)

@@ -53,6 +53,20 @@ async def graph_of(
     raise OutOfGraphMemory(f"a step of {shape.n_tokens} tokens", short)
 
 
+def first_graph(parts: GPUParts, shape: StepShape) -> CapturedStep:
+    """A graph that is captured before the first step, if need be in the place of experts.
+
+    Raises: OutOfDeviceMemory where that is not enough; CudaError.
+    """
+    for n_bytes in GIVEN_BACK:
+        try:
+            return parts.steps.of(shape)
+        except OutOfDeviceMemory:
+            if not parts.memory.give_back(n_bytes):
+                raise
+    return parts.steps.of(shape)
+
+
 def larger_graph(parts: GPUParts, shape: StepShape) -> CapturedStep | None:
     """The smallest graph that is there and serves steps of the shape."""
     fetches = parts.experts.may_fetch

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver, open_driver
@@ -30,16 +28,15 @@ from runtime.engine.gpu.exchange_opening import (
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.gpu.expert_memory import ExpertMemories, ExpertMemory
 from runtime.engine.gpu.expert_opening import hold_experts, moe_blocks
-from runtime.engine.gpu.experts import choices_shape
 from runtime.engine.gpu.gathered_rows import GatheredRows
 from runtime.engine.gpu.gpu_parts import GPUParts
 from runtime.engine.gpu.gpu_plan import GPUPlan, plan_gpus
-from runtime.engine.gpu.latent_launches import most_tokens
+from runtime.engine.gpu.graph_memory import first_graph
 from runtime.engine.gpu.links import Links
 from runtime.engine.gpu.plan_parts import Mailboxes
-from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.settings import GPUSettings
 from runtime.engine.gpu.share_opening import ShareOpening
+from runtime.engine.gpu.shared_parts import SharedParts, shared_parts, whole_shapes
 from runtime.engine.gpu.split import (
     SplitExperts,
     SplitPages,
@@ -47,8 +44,7 @@ from runtime.engine.gpu.split import (
     SplitSteps,
     SplitStream,
 )
-from runtime.engine.gpu.step_graph import logits_stride
-from runtime.engine.gpu.step_shape import LARGEST_BATCH, StepShapes
+from runtime.engine.gpu.step_shape import StepShapes
 from runtime.engine.gpu.support import obstacles
 from runtime.engine.machine import GPUFacts
 from runtime.errors import DeviceUnavailable
@@ -64,14 +60,6 @@ if TYPE_CHECKING:
     from runtime.experts.exchange import Exchange
 
 logger = logging.getLogger(__name__)
-
-LARGEST_SHARED_BATCH = 512
-"""Tokens of a step whose missed experts the CPU computes: so many share the read of a weight, and
-what they exchange stays in the tens of megabytes."""
-
-CHOICES_ALIGN = 4
-"""The choices of a GPU's layers begin at multiples of so many numbers: they are copied 16 bytes at
-a time."""
 
 
 def open_gpu_executor(
@@ -100,6 +88,8 @@ def open_gpu_executor(
         gpus = [GPUFacts(device.info, device.free_bytes()) for device in opened]
         refused = partial(proposed[0].notices.add, Reason.PROFILE_REFUSED)
         usage = lifetime_usage(model, tell=refused) if model.spec.n_expert_max else None
+        if usage is not None:
+            usage.tell = partial(proposed[0].notices.add, Reason.NOT_KEPT)
         known = None if usage is None else usage.for_plan
         plan = plan_gpus(model, proposed, gpus, known)
         devices = _used(opened, plan)
@@ -117,7 +107,11 @@ def _used(devices: Sequence[Device], plan: GPUPlan) -> list[Device]:
 
 
 class _Opening:
-    """The steps of opening, and what they share."""
+    """The steps of opening, and what they share.
+
+    missing   the GPUs that do not hold all of their experts
+    exchange  what serves these; None: there are none
+    """
 
     def __init__(
         self,
@@ -138,17 +132,33 @@ class _Opening:
         ]
         self.links: Links | None = None
         self.rows: TableRows | None = None
+        self.missing: list[ShareOpening] = []
+        self.exchange: Exchange | None = None
 
     def executor(self, cache: CubinCache) -> GPUExecutor:
+        """Open all of it.  Raises: as `open_gpu_executor`."""
+        with self._staying():
+            return self._executor(cache)
+
+    def _staying(self) -> AbstractContextManager[None]:
+        """This thread calls one GPU alone, if there is only one."""
+        return self.devices[0].staying() if len(self.devices) == 1 else nullcontext()
+
+    def _in_context(self, work: Callable[..., None], *arguments: object) -> None:
+        with self._staying():
+            work(*arguments)
+
+    def _executor(self, cache: CubinCache) -> GPUExecutor:
         own, shares = self.resources.callback, self.shares
-        missing, shapes, firsts, results, exchange = self._filled(cache)
+        common = self._fill(cache)
+        missing, exchange = self.missing, self.exchange
         ring = ControlRing(self.devices[0], max(share.needs.block_bytes for share in shares))
         own(ring.close)
         tables = [share.n_rows for share in shares]
         done = [*([] if self.links is None else self.links.done), None]
         steps = [
-            share.capture(ring, results, tables, at, first)
-            for share, at, first in zip(shares, done, firsts, strict=True)
+            share.capture(ring, common.results, tables, at, first)
+            for share, at, first in zip(shares, done, common.first_choices, strict=True)
         ]
         parts = GPUParts(
             stream=shares[0].stream,
@@ -156,9 +166,9 @@ class _Opening:
             states=shares[0].states,
             experts=shares[0].experts,
             exchange=exchange,
-            shapes=shapes,
+            shapes=common.shapes,
             steps=steps[0],
-            results=results,
+            results=common.results,
             resources=ExitStack(),
             facts=self._facts(),
             memory=ExpertMemories(
@@ -178,34 +188,28 @@ class _Opening:
             else measured_misses(exchange, missing[0], self.settings, self.progress),
         )
         if self.links is not None:
-            self._split(parts, missing, steps, self.links)
+            self._split(parts, steps, self.links)
         self.progress.start("capturing graphs")
-        for shape in shapes.first_request():
-            parts.steps.of(shape)
+        for shape in common.shapes.first_request():
+            first_graph(parts, shape)
         parts.resources = self.resources.pop_all()
         return GPUExecutor(self.limits, parts)
 
-    def _filled(
-        self, cache: CubinCache
-    ) -> tuple[list[ShareOpening], StepShapes, list[int | None], Results, Exchange | None]:
-        """Take memory, fill it, and have all kernels ready, as much as possible at once.
-
-        Returns the GPUs that miss experts, classes of steps, where the GPUs' choices begin, results
-        and what serves missed experts.
-        """
+    def _fill(self, cache: CubinCache) -> SharedParts:
+        """Take memory, fill it, and have all kernels ready, as much as possible at once."""
         shares = self.shares
         with ThreadPoolExecutor(1, thread_name_prefix="kernels") as helper:
             # Importing the compiler is a second of Python, in which memory can be taken.
             whole, tables = self.planned.whole, self.model.spec.memory_tables
             prepare = partial(prepare_cpu, self.model, shares, self.resources, whole=whole)
             preparing = helper.submit(prepare) if tables or not whole else None
-            missing = self._hold()
-            shapes = self._shared_shapes(missing) if missing else self._shapes()
-            firsts, n_choices = self._choices(missing, shapes)
-            results = self._results(shapes, n_choices)
+            self._hold()
+            common = shared_parts(
+                self.model.spec, self.limits, shares, self.missing, self.resources
+            )
             beside = Progress()
             getting_ready = helper.submit(
-                self._kernels, missing, shapes, results, cache, preparing, beside
+                self._in_context, self._kernels, common, cache, preparing, beside
             )
             try:
                 moved = self._moving("experts", sum(share.experts.n_bytes for share in shares))
@@ -215,14 +219,13 @@ class _Opening:
             except BaseException:
                 beside.cancel()
                 raise
-            exchange = getting_ready.result()
-        if exchange is not None:
-            show_experts(exchange, missing)
-        return missing, shapes, firsts, results, exchange
+            getting_ready.result()
+        if self.exchange is not None:
+            show_experts(self.exchange, self.missing)
+        return common
 
-    def _hold(self) -> list[ShareOpening]:
-        """Take each GPU's memory, and fill it but for experts; returns those that do not hold all
-        of these.
+    def _hold(self) -> None:
+        """Take each GPU's memory, and fill it but for experts.
 
         Other weights travel first: until the CPU's compiler is imported nothing can decide on
         experts, whose pages are pinned meanwhile.
@@ -233,14 +236,13 @@ class _Opening:
         moved = self._moving("weights", sum(share.weights.n_bytes for share in self.shares))
         for share in self.shares:
             share.load_dense(moved)
-        return hold_experts(
+        self.missing = hold_experts(
             self.model, self.planned, self.shares, self.usage, self.progress, self.resources
         )
 
     def _split(
         self,
         parts: GPUParts,
-        missing: Sequence[ShareOpening],
         steps: Sequence[CapturedSteps],
         links: Links,
     ) -> None:
@@ -250,7 +252,7 @@ class _Opening:
         parts.pages = SplitPages([share.pages for share in shares])
         if self.limits.n_state_slots:
             parts.states = SplitStates([share.states for share in shares])
-        layers = [len(moe_blocks([share])) if share in missing else 0 for share in shares]
+        layers = [len(moe_blocks([share])) if share in self.missing else 0 for share in shares]
         rows = [share.first_row for share in shares]
         parts.experts = SplitExperts([share.experts for share in shares], rows, layers)
         parts.steps = SplitSteps(steps, links)
@@ -260,7 +262,8 @@ class _Opening:
         """Join the GPUs, if there are several."""
         if len(self.shares) == 1:
             return
-        stride = self._shapes().max_batch * self.shares[0].share.row_bytes
+        n_tokens = whole_shapes(self.model.spec, self.limits).max_batch
+        stride = n_tokens * self.shares[0].share.row_bytes
         self.links = Links(self.devices, stride)
         self.resources.callback(self.links.close)
         for index, share in enumerate(self.shares):
@@ -269,46 +272,6 @@ class _Opening:
         for share in self.shares:
             share.first_row = first_row
             first_row += share.n_rows
-
-    def _shapes(self) -> StepShapes:
-        """Of a model whose experts are all on GPUs."""
-        return StepShapes(self.limits, most_tokens(self.model.spec, LARGEST_BATCH))
-
-    def _shared_shapes(self, missing: Sequence[ShareOpening]) -> StepShapes:
-        """Of steps that miss experts: the CPU computes these, or long prompts fetch them."""
-        spec = self.model.spec
-        if missing[0].experts.fetches is None:
-            return StepShapes(self.limits, most_tokens(spec, LARGEST_SHARED_BATCH))
-        from runtime.experts.fetched_experts import FETCHED_TOKENS
-
-        largest = most_tokens(spec, LARGEST_BATCH)
-        return StepShapes(self.limits, largest, fetch_tokens=FETCHED_TOKENS)
-
-    def _choices(
-        self, missing: Sequence[ShareOpening], shapes: StepShapes
-    ) -> tuple[list[int | None], int]:
-        """Where each GPU's choices of experts begin among all, None: it misses none; and the end.
-
-        Raises: DeviceUnavailable.
-        """
-        firsts: list[int | None] = []
-        end, used = 0, set()
-        for share in self.shares:
-            firsts.append(end if share in missing else None)
-            if share in missing:
-                size = choices_shape(share.model.spec, shapes.max_batch)
-                used.add(size[2])
-                end += -(-int(np.prod(size)) // CHOICES_ALIGN) * CHOICES_ALIGN
-        if len(used) > 1:
-            raise DeviceUnavailable("layers that use different numbers of experts, on several GPUs")
-        return firsts, end
-
-    def _results(self, shapes: StepShapes, n_choices: int) -> Results:
-        n_outputs = max(shape.n_outputs for shape in shapes.largest())
-        stride = logits_stride(self.limits.n_vocab)
-        results = Results(self.devices[-1], n_outputs, stride, max(n_choices, CHOICES_ALIGN))
-        self.resources.callback(results.close)
-        return results
 
     def _moving(self, what: str, n_bytes: int) -> Callable[[int], None]:
         """Begin to show how many of these bytes have moved; returns what is told of each piece."""
@@ -324,13 +287,11 @@ class _Opening:
 
     def _kernels(
         self,
-        missing: Sequence[ShareOpening],
-        shapes: StepShapes,
-        results: Results,
+        common: SharedParts,
         cache: CubinCache,
         preparing: Future[Preparation] | None,
         progress: Progress,
-    ) -> Exchange | None:
+    ) -> None:
         """Have the kernels of both sides ready, and what joins them; on a thread of its own, while
         weights travel.
 
@@ -340,44 +301,56 @@ class _Opening:
             preparation = preparing.result()
             progress.start("preparing CPU kernels", preparation.n_kernels, "kernel")
             preparation.wait(lambda n_ready, _: progress.advance(min(n_ready, 1)))
+        missing, shapes = self.missing, common.shapes
         exchange = None
         if missing:
             n_tokens, team = shapes.most_missed_tokens, self._team()
-            exchange = open_exchange(
-                team, self.model, missing, n_tokens, results.done_host, self.resources
-            )
-        self.rows = open_rows(self.model, exchange, shapes, results, self.devices, self.resources)
+            done = common.results.done_host
+            exchange = open_exchange(team, self.model, missing, n_tokens, done, self.resources)
+        gpus, results = self.devices, common.results
+        self.rows = open_rows(self.model, exchange, shapes, results, gpus, self.resources)
         for share in self.shares:
             share.open_kernels(cache)
         with ThreadPoolExecutor(1, thread_name_prefix="exchange test") as tester:
             tests: list[Future[None]] = []
             if exchange is not None and self.settings.exchange_rounds:
                 tests = start_tests(tester, exchange, missing, self.settings.exchange_rounds)
-            self._plan(missing, shapes, exchange)
+            self._plan(shapes, exchange)
             n_kernels = sum(len(share.needs.kernels) for share in self.shares)
             progress.start("assembling GPU kernels", n_kernels, "kernel")
             advance: Callable[[], object] = progress.advance
             for share in self.shares:
                 share.assemble(advance)
+            self._tell_not_kept(cache)
             if tests:
                 progress.start("testing the exchange with the CPU")
             for test in tests:
                 test.result()
-        return exchange
+        self.exchange = exchange
+
+    def _tell_not_kept(self, cache: CubinCache) -> None:
+        """Say so where the next start has to make the kernels anew."""
+        if cache.reason:
+            text = f"the GPU's assembled kernels: {cache.reason}"
+            self.settings.notices.add(Reason.NOT_KEPT, text)
+        if not self.planned.whole or self.model.spec.memory_tables:
+            from ops.cpu import KERNEL_CACHE
+
+            if KERNEL_CACHE.reason:
+                text = f"the CPU's compiled kernels: {KERNEL_CACHE.reason}"
+                self.settings.notices.add(Reason.NOT_KEPT, text)
 
     def _team(self) -> Team:
         """The CPU's workers.  Raises: ConfigError."""
         # Whoever launches and looks for ends must not wait for a worker's processor.
         return take_team(self.settings.n_threads, len(self.devices), self.resources)
 
-    def _plan(
-        self, missing: Sequence[ShareOpening], shapes: StepShapes, exchange: Exchange | None
-    ) -> None:
+    def _plan(self, shapes: StepShapes, exchange: Exchange | None) -> None:
         max_deltas = sum(share.experts.max_deltas for share in self.shares)
         largest, first = shapes.largest(), 0
         for share in self.shares:
             mailboxes: Mailboxes | None = None
-            if exchange is not None and share in missing:
+            if exchange is not None and share in self.missing:
                 mailboxes = exchange if first == 0 else exchange.on(share.device, first)
                 first += len(moe_blocks([share]))
             rows = None if self.rows is None else self.rows.on(share.device)

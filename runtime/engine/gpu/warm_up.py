@@ -6,21 +6,19 @@ Capturing takes 10 to 100 ms, which the first prompt of its length would wait fo
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from threading import Lock
 
 from runtime.engine.gpu.gpu_parts import GPUParts
 from runtime.errors import DeviceError
-
-logger = logging.getLogger(__name__)
+from runtime.notices import Reason
 
 
 class WarmUp:
     """Of an executor; ends when its resources are given back."""
 
     def __init__(self, parts: GPUParts) -> None:
-        self._steps = parts.steps
+        self._steps, self._notices = parts.steps, parts.planned.settings.notices
         self._left = deque(parts.shapes.likely())
         self._busy = Lock()
         parts.resources.callback(self.close)
@@ -38,7 +36,8 @@ class WarmUp:
                 try:
                     self._steps.of(shape)
                 except DeviceError as error:  # whoever needs it finds a way, or is told
-                    logger.warning("graphs are captured when they are needed: %s", error)
+                    text = f"graphs are captured when steps need them: {error}"
+                    self._notices.add(Reason.SHRUNK, text)
                     self._left.clear()
                 break
             return bool(self._left)
