@@ -16,6 +16,15 @@ logger = logging.getLogger(__name__)
 USE_NODE_PRIORITY = 8
 """CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY."""
 
+LAUNCH_ORDER = 2
+"""CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER: of a node whose blocks have all begun."""
+
+EDGES_SINCE = 12030
+"""CUDA's version since which edges of graphs say what they wait for."""
+
+SET_DEPENDENCIES = 1
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES."""
+
 
 class Packed(Protocol):
     """Arguments where the driver reads them: `address` is of an array of pointers to values.
@@ -36,6 +45,8 @@ class Launch:
     shared_bytes  dynamic shared memory of a block
     overlapped    may start while its predecessor in the stream still runs; the text then waits
                   with griddepcontrol.wait (compute capability 9.0 or newer)
+    early         in a graph it starts when all blocks of its predecessor have begun, even if that
+                  one waits itself; what it does before it waits needs only what is older than both
     """
 
     def __init__(
@@ -47,15 +58,18 @@ class Launch:
         *,
         shared_bytes: int = 0,
         overlapped: bool = False,
+        early: bool = False,
     ) -> None:
-        api = function.module.device.driver.api
+        driver = function.module.device.driver
+        api = driver.api
         self.function = function
         self.arguments = arguments
+        self._early = early and driver.version >= EDGES_SINCE
         config = api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared_bytes
-        if overlapped:
+        if overlapped and not self._early:
             attribute = api.CUlaunchAttribute()
             kinds = api.CUlaunchAttributeID
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -69,6 +83,8 @@ class Launch:
 
         One thread at a time. Raises: CudaError, OutOfDeviceMemory, DeviceLost.
         """
+        if self._early:
+            _begin_early(stream)
         self._config.hStream = stream.handle
         stream.device.call(
             "cuLaunchKernelEx", self._config, self.function.handle, self.arguments.address, 0
@@ -118,6 +134,25 @@ class Graph(Resource):
 
     def _release(self, handle: Any) -> None:
         self.device.call("cuGraphExecDestroy", handle)
+
+
+def _begin_early(stream: Stream) -> None:
+    """What the stream captures next starts when all blocks of the kernel before it have begun."""
+    device = stream.device
+    api = device.driver.api
+    status, _, _, before, *_ = device.call(_edges(api, "cuStreamGetCaptureInfo", 3), stream.handle)
+    if status != api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE or len(before) != 1:
+        return
+    edge = api.CUgraphEdgeData()
+    edge.from_port = LAUNCH_ORDER
+    edge.type = api.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    name = _edges(api, "cuStreamUpdateCaptureDependencies", 2)
+    device.call(name, stream.handle, before, [edge], 1, SET_DEPENDENCIES)
+
+
+def _edges(api: Any, name: str, version: int) -> str:
+    """The function's name where it knows of edges: bindings before CUDA 13 have others too."""
+    return numbered if hasattr(api, numbered := f"{name}_v{version}") else name
 
 
 def _capture(stream: Stream, work: Callable[[], None]) -> Any:

@@ -34,8 +34,9 @@ def test_flags_and_structures_exist() -> None:
     for name in vars(FakeDriver.CUlaunchConfig()):
         assert hasattr(config, name)
     assert hasattr(attribute.value, "programmaticStreamSerializationAllowed")
-    for name in vars(FakeDriver.CUmemcpyAttributes()):
-        assert hasattr(driver.CUmemcpyAttributes(), name)
+    for kind in ("CUmemcpyAttributes", "CUgraphEdgeData"):
+        for name in vars(getattr(FakeDriver, kind)()):
+            assert hasattr(getattr(driver, kind)(), name)
     assert int(driver.CUdeviceptr(7)) == FakeDriver.CUdeviceptr(7)
 
 

@@ -10,11 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.cuda.device import Device
-from runtime.cuda.graph import USE_NODE_PRIORITY, Graph, Launch
+from runtime.cuda.driver import initialized
+from runtime.cuda.graph import EDGES_SINCE, USE_NODE_PRIORITY, Graph, Launch
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
 from runtime.cuda.module import Function, Module
 from runtime.cuda.stream import Event, Stream
 from tests.cuda.conftest import FILL, Hold, filled, pack
+from tests.support.fake_driver import FakeDriver
 
 N = 1001
 
@@ -30,10 +32,10 @@ class Bench:
         self.buffer = buffer
         self.host = host
 
-    def launch(self, value: int, *, overlapped: bool = False) -> Launch:
+    def launch(self, value: int, *, overlapped: bool = False, early: bool = False) -> Launch:
         arguments = pack(self.buffer.address, value, N)
         grid = (-(-N // 128), 1, 1)
-        return Launch(self.function, grid, 128, arguments, overlapped=overlapped)
+        return Launch(self.function, grid, 128, arguments, overlapped=overlapped, early=early)
 
     def read(self) -> NDArray[np.uint32]:
         self.stream.download(self.host.host, self.buffer.address, 4 * N)
@@ -70,6 +72,45 @@ def test_capturing_runs_nothing_and_launching_runs_it_each_time(bench: Bench) ->
             graph.launch(bench.stream)
             np.testing.assert_array_equal(bench.read(), filled(9, N))
             bench.stream.fill(bench.buffer.address, 0, 4 * N)
+
+
+def test_a_captured_launch_starts_early_if_asked(bench: Bench, device: Device) -> None:
+    if device.info.capability < (9, 0):
+        pytest.skip("overlapped launches need compute capability 9.0")
+    first, second = (bench.launch(9, overlapped=True, early=early) for early in (False, True))
+
+    def work() -> None:
+        first.enqueue(bench.stream)
+        second.enqueue(bench.stream)
+
+    with Graph(bench.stream, work) as graph:
+        graph.launch(bench.stream)
+        np.testing.assert_array_equal(bench.read(), filled(9, N))
+    second.enqueue(bench.stream)
+    bench.stream.synchronize()
+    if isinstance(fake := device.driver.api, FakeDriver):
+        assert fake.early_starts == 1
+
+
+def test_a_driver_without_such_edges_starts_nothing_early(fake: FakeDriver) -> None:
+    fake.version = EDGES_SINCE - 1
+    with (
+        Device(initialized(fake, "12.6.0")) as device,
+        Stream(device) as stream,
+        Module(device, FILL, "fill") as module,
+        DeviceBuffer(device, 4 * N) as buffer,
+    ):
+        arguments = pack(buffer.address, 9, N)
+        launch = Launch(
+            module.function("fill"), (8, 1, 1), 128, arguments, overlapped=True, early=True
+        )
+
+        def work() -> None:
+            launch.enqueue(stream)
+            launch.enqueue(stream)
+
+        with Graph(stream, work):
+            assert fake.early_starts == 0
 
 
 def test_a_side_branch_is_captured_with_its_stream(bench: Bench, device: Device) -> None:

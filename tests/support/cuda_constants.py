@@ -62,8 +62,15 @@ CUfunction_attribute = IntEnum(
 CUlaunchAttributeID = IntEnum(
     "CUlaunchAttributeID", {"CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": 6}
 )
+CUstreamCaptureStatus = IntEnum(
+    "CUstreamCaptureStatus",
+    {"CU_STREAM_CAPTURE_STATUS_NONE": 0, "CU_STREAM_CAPTURE_STATUS_ACTIVE": 1},
+)
+CUgraphDependencyType = IntEnum(
+    "CUgraphDependencyType", {"CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC": 1}
+)
 ENUMS = (
     *(CUresult, CUdevice_attribute, CUevent_flags, CUstream_flags, CUstreamCaptureMode),
     *(CUjitInputType, CUjit_option, CUfunction_attribute, CUlaunchAttributeID),
-    CUmemcpySrcAccessOrder,
+    *(CUmemcpySrcAccessOrder, CUstreamCaptureStatus, CUgraphDependencyType),
 )

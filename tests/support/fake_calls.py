@@ -82,6 +82,7 @@ class FakeCalls:
         self.out_of_memory_at: int | None = None
         self.n_allocating = 0
         self.calls: Counter[str] = Counter()
+        self.early_starts = 0
         self.objects: dict[int, tuple[str, Any]] = {}
         self.lost: CUresult | None = None
         self.raised: BaseException | None = None

@@ -18,7 +18,7 @@ import numpy as np
 
 import ptx
 from tests.support import ptx as interpreter
-from tests.support.cuda_constants import CUjit_option, CUresult
+from tests.support.cuda_constants import CUgraphDependencyType, CUjit_option, CUresult
 from tests.support.fake_calls import ALLOCATING, NO_CONTEXT, Failure, FakeEvent, FakeStream
 from tests.support.fake_memory import FakeMemory
 
@@ -37,6 +37,11 @@ class CUlaunchConfig:
         self.numAttrs = self.sharedMemBytes = self.hStream = 0
         self.gridDimX = self.gridDimY = self.gridDimZ = 1
         self.blockDimX = self.blockDimY = self.blockDimZ = 1
+
+
+class CUgraphEdgeData:
+    def __init__(self) -> None:
+        self.from_port = self.to_port = self.type = 0
 
 
 @dataclass
@@ -65,6 +70,7 @@ class FakeDriver(FakeMemory):
 
     CUlaunchAttribute = CUlaunchAttribute
     CUlaunchConfig = CUlaunchConfig
+    CUgraphEdgeData = CUgraphEdgeData
 
     # The driver's functions, without the code in front of what they return.
 
@@ -216,6 +222,21 @@ class FakeDriver(FakeMemory):
             if kind in ("stream", "event") and value.capture is captured:
                 value.capture = None
         return self._new("graph", captured)
+
+    def _cuStreamGetCaptureInfo(self, hStream: Any) -> tuple[Any, ...]:
+        captured = self._get("stream", hStream).capture
+        nodes = [len(captured)] if captured else []
+        return int(captured is not None), 1, 0, nodes, [CUgraphEdgeData()] * len(nodes), len(nodes)
+
+    def _cuStreamUpdateCaptureDependencies(
+        self, hStream: Any, dependencies: Any, dependencyData: Any, numDependencies: int, flags: int
+    ) -> None:
+        captured = self._get("stream", hStream).capture
+        edges = [(edge.from_port, edge.to_port, edge.type) for edge in dependencyData]
+        programmatic = CUgraphDependencyType["CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC"]
+        if dependencies != [len(captured)] or edges != [(2, 0, programmatic)] or flags != 1:
+            raise Failure("INVALID_VALUE")
+        self.early_starts += 1
 
     def _cuGraphInstantiate(self, hGraph: Any, flags: int) -> int:
         return self._new("executable", list(self._get("graph", hGraph)))

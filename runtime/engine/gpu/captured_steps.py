@@ -16,6 +16,7 @@ from runtime.cuda.graph import Graph, Launch
 from runtime.cuda.memory import DeviceBuffer
 from runtime.cuda.stream import Event, Stream
 from runtime.engine.gpu.control import ControlRing, ControlWriter
+from runtime.engine.gpu.early_starts import early_starts
 from runtime.engine.gpu.experts import I32, choices_shape
 from runtime.engine.gpu.functions import Functions, KernelKey, key_of
 from runtime.engine.gpu.graph_times import GraphTimes
@@ -257,7 +258,11 @@ class CapturedSteps:
         with ExitStack() as made:
             buffer, constants, (parts, times) = self._planned(shape, made)
             transfer_all(self._device, [Transfer(buffer.address, constants.image())])
-            launches = [(n, self._launch(n)) for n in parts.plan.launches]
+            early = early_starts(parts.plan)
+            launches = [
+                (n, self._launch(n, early=is_early))
+                for n, is_early in zip(parts.plan.launches, early, strict=True)
+            ]
             graph = made.enter_context(
                 Graph(
                     self._main,
@@ -279,7 +284,7 @@ class CapturedSteps:
         """The graph of a shape that was captured."""
         return self._graphs[shape][0]
 
-    def _launch(self, planned: PlannedLaunch) -> Launch:
+    def _launch(self, planned: PlannedLaunch, *, early: bool = False) -> Launch:
         x, y, z = (*planned.grid, 1, 1)[:3]
         return Launch(
             self._functions.function(planned.kernel, planned.shared_bytes),
@@ -288,6 +293,7 @@ class CapturedSteps:
             planned.kernel.pack(**planned.arguments),
             shared_bytes=planned.shared_bytes,
             overlapped=planned.overlapped,
+            early=early,
         )
 
     def _enqueue(self, plan: LaunchPlan, launches: list[tuple[PlannedLaunch, Launch]]) -> None:

@@ -1,0 +1,78 @@
+"""Which launches of a plan start when their predecessor's blocks have begun, not when it goes on.
+
+An overlapped kernel waits for its predecessor to end, and what it does before is on no path: it
+asks for weights, say. It could start sooner than a predecessor goes on that waits itself, but then
+neither of the two before it need have ended. What that takes, for a launch n of the main branch,
+n-1 being the one before it there, with neither the beginning nor the end of a side branch between:
+
+* Behind its wait n-1 has ended. n-1 waited for n-2, so that has ended too, and so on: what is read
+  and written there is as safe as if nothing overlapped. All writes are there.
+* What it reads before its wait has to be there when it starts. Weights, control data, the table of
+  experts and what earlier steps left always are, behind the first launches. `CONSTANT` names the
+  kernels that read nothing else.
+* Kernels of `OLDER` also read what the step itself has made, at least three launches before. So
+  the one before such a launch does not start early: it starts when n-2 goes on, which is when all
+  before n-2 has ended.
+* Others, and those with an argument `late`, may read what n-2 has made: they do not start early.
+
+Beside a mailbox's branch nothing else holds. The first launch behind its beginning or its end does
+not start early, so edges of the graph say what they said. The mailbox starts when the launch before
+its beginning has ended, and all older ones with it. It writes rows of experts' results: the launch
+that joins it reads them behind its wait for both branches, later ones behind theirs, and no kernel
+reads them before. What the mailbox reads is overwritten by launches behind that join, after their
+waits. Where prompts fetch experts a side branch brings weights: such a plan starts nothing early.
+
+Launches of the main branch start in their order and each when all blocks of the one before have
+begun, so one that waits never keeps an earlier one's blocks from their place. None of them waits
+for a mailbox that has no place yet: what comes behind the join starts when the mailbox has ended.
+"""
+
+from __future__ import annotations
+
+from runtime.engine.gpu.launch_plan import LaunchPlan, Mark, PlannedLaunch
+
+FIRST = 4
+"""Launches of the main branch that bring the step's data to the GPU, or wait for those."""
+
+CONSTANT = frozenset(
+    f"{name}.ptx"
+    for name in (
+        *("activate", "attention", "attention_join", "choose_experts", "delta_inputs"),
+        *("delta_net", "dense_down", "expert_gate_up", "gated_norm", "gated_rows", "gated_sum"),
+        *("heads", "latent_decode", "latent_heads", "latent_join", "linear", "linear_float"),
+        *("mixed_input", "norm", "quantize_q8", "route"),
+    )
+)
+"""Kernels that read constants, control data and what earlier steps left before they wait."""
+
+OLDER = frozenset({"gate_streams.ptx", "mix_streams.ptx"})
+"""Kernels that also read what launches of the step have made that are three before them or more."""
+
+
+def early_starts(plan: LaunchPlan) -> list[bool]:
+    """Of each launch of the plan, whether it may start early."""
+    early = [False] * len(plan.launches)
+    if any(isinstance(node, Mark) for node in plan.nodes):  # experts are fetched
+        return early
+    main: list[int] = []
+    n, follows = 0, False
+    for node in plan.nodes:
+        if not isinstance(node, PlannedLaunch):
+            follows = False
+            continue
+        if not node.side:
+            early[n] = follows and len(main) >= FIRST and _may_start(node)
+            if early[n] and node.kernel.source in OLDER:
+                early[main[-1]] = False
+            main.append(n)
+            follows = True
+        n += 1
+    return early
+
+
+def _may_start(launch: PlannedLaunch) -> bool:
+    return (
+        launch.overlapped
+        and not launch.arguments.get("late")
+        and launch.kernel.source in CONSTANT | OLDER
+    )
