@@ -21,6 +21,7 @@ y, y_stride     f32[tokens, y_stride]: products from column n_polled on, written
 words           u32[tokens, y_stride], zeros before and after: the products before that column
 n_polled        columns that the choice needs: the router's logits and the shared expert's gate
 gate_column     of that gate in the products
+rehearse        0 or 1: run through the choice's code before the predecessor has ended
 others          as `ops.gpu.router`'s `route`
 """
 
@@ -80,6 +81,7 @@ PARAMS = (
     ("n_polled", "u32"),
     ("gate_column", "u32"),
     *CHOICE_PARAMS,
+    ("rehearse", "u32"),
     ("choices", "u64"),
     ("weights", "u64"),
     ("experts", "u64"),

@@ -180,6 +180,7 @@ def add_choice(parts: PlanParts, layer: RouterLayer, x: DeviceRows, entry: NormE
             "words": parts.memory.words,
             "n_polled": rows.ahead,
             "gate_column": rows.gate,
+            "rehearse": int(parts.overlapped),
         },
         shared_bytes=launch.shared_bytes(fmt, linear.n_in, layer.block.n_expert),
         overlapped=parts.overlapped,

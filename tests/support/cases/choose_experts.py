@@ -169,11 +169,11 @@ def run(setting: Setting, fmt: BlockFormat, launch: ChoiceLaunch, machine: Machi
         "router_blocks": launch.blocks(setting.n_expert),
         "pairs": launch.pairs,
     }
-    for missing in ({}, {"out_f32": 0}):
+    for others in ({"rehearse": 0}, {"rehearse": 1, "out_f32": 0}):
         machine.launch(
             choose_experts(fmt, launch),
             launch.grid(o.rows, launched),
-            {**arguments, **missing},
+            {**arguments, **others},
             shared_bytes=launch.shared_bytes(fmt, setting.n, setting.n_expert),
         )
 
