@@ -38,7 +38,7 @@ class TokenWork:
 
 def serial_seconds(work: TokenWork, rates: Rates) -> float:
     """T_s: hits and misses of a layer at the same time, one layer after another."""
-    experts = max(work.hit_bytes / rates.gpu, work.missed_bytes / rates.host)
+    experts = max(work.hit_bytes / rates.gpu, _host_seconds(work, rates))
     overhead = work.missed_layers * HAND_OVER_SECONDS
     overhead += work.n_layers * LAUNCHES_A_LAYER * LAUNCH_SECONDS
     return work.rest_bytes / rates.gpu + experts + overhead
@@ -49,4 +49,9 @@ def overlapped_seconds(work: TokenWork, rates: Rates) -> float:
     gpu = (work.rest_bytes + work.hit_bytes) / rates.gpu
     gpu += work.missed_layers * HAND_OVER_SECONDS
     gpu += work.n_layers * LAUNCHES_A_LAYER * LAUNCH_SECONDS
-    return max(gpu, work.missed_bytes / rates.host)
+    return max(gpu, _host_seconds(work, rates))
+
+
+def _host_seconds(work: TokenWork, rates: Rates) -> float:
+    """0 for a model without routed experts, whose host rate nobody measured."""
+    return work.missed_bytes / rates.host if work.missed_bytes else 0.0

@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,8 +102,7 @@ def experts_of(n_expert: int, n_layers: int, share: float, uploads: int) -> Cach
     device: Any = NoDevice()
     host = HostExperts(weights, specs)
     host.pin(device)
-    layers = [SimpleNamespace(feed_forward=spec) for spec in specs]
-    spec: Any = SimpleNamespace(layers=layers, n_expert_max=n_expert)
+    spec: Any = SimpleNamespace(moe_layers=tuple(enumerate(specs)), n_expert_max=n_expert)
     settings = CacheSettings(int(share * n_expert), uploads_a_step=uploads)
     experts = CachedExperts(device, spec, host, settings)
     experts.load(lambda n_bytes: None)
@@ -148,6 +148,10 @@ class NoDevice:
     def call(self, name: str, *args: Any, asked: int | None = None) -> Any:
         self.driver.call("cuCtxSetCurrent", 0)
         return self.driver.call(name, *args)
+
+    def staying(self) -> AbstractContextManager[None]:
+        """No thread has a context to stay in."""
+        return nullcontext()
 
     def native(self, name: str, n_args: int, version: int = 12000) -> Callable[..., bool]:
         enter, function = (

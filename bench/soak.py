@@ -18,6 +18,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,8 +127,10 @@ async def watch(
     check: SlotCheck | None,
     seen: Outcome,
     rng: random.Random,
+    save: Callable[[], object],
 ) -> None:
-    """Look at the memory every few seconds, and at some slots."""
+    """Look at the memory every few seconds, and at some slots; `save` what was seen so far, so that
+    a run that is stopped has told that much."""
     began = time.perf_counter()
     while time.perf_counter() < until:
         await asyncio.sleep(min(LOOK_SECONDS, max(until - time.perf_counter(), 0.0)))
@@ -139,6 +142,7 @@ async def watch(
             seen.slots_checked += checked
             seen.slots_wrong += wrong
         seen.looks.append(look)
+        save()
 
 
 def slots_mib(engine: runtime.Engine) -> float:
@@ -200,26 +204,37 @@ async def soak(args: argparse.Namespace) -> dict[str, object]:
     config = runtime.EngineConfig(**shared, moe_expert_cache=args.cache)
     seen, began = Outcome(), time.time()
     async with runtime.open_engine(config) as engine:
-        await clients(engine, args, work, expected, seen)
-        facts = engine.executor.describe()
-    on_host = args.device_in_ram
-    grown = {
-        "ram_mib": growth(seen.looks, "ram_mib", without_slots=on_host),
-        "vram_mib": growth(seen.looks, "vram_mib", without_slots=True),
-    }
+
+        def save() -> dict[str, object]:
+            result = told(args, config, seen, began) | {"executor": engine.executor.describe()}
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+            return result
+
+        await clients(engine, args, work, expected, seen, save)
+        result = save()
     print(
         f"{seen.answers} answers ({seen.cancelled} left early), {seen.tokens} tokens, "
         f"{seen.resizes} resizes: {seen.wrong} wrong; {seen.slots_checked} slots, "
-        f"{seen.slots_wrong} wrong; grown by {grown} MiB"
+        f"{seen.slots_wrong} wrong; grown by {result['grown']} MiB"
     )
+    return result
+
+
+def told(
+    args: argparse.Namespace, config: runtime.EngineConfig, seen: Outcome, began: float
+) -> dict[str, object]:
+    """The result, so far as it is known."""
     return {
         "machine": machine(),
         "began": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)),
         "config": asdict(config),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
-        "executor": facts,
         "minutes": args.minutes,
-        "grown": grown,
+        "grown": {
+            "ram_mib": growth(seen.looks, "ram_mib", without_slots=args.device_in_ram),
+            "vram_mib": growth(seen.looks, "vram_mib", without_slots=True),
+        },
         **asdict(seen),
     }
 
@@ -230,6 +245,7 @@ async def clients(
     work: list[Request],
     expected: list[list[int]],
     seen: Outcome,
+    save: Callable[[], object],
 ) -> None:
     """Let clients, resizes and looks run until the time is over."""
     until = time.perf_counter() + 60 * args.minutes
@@ -242,7 +258,7 @@ async def clients(
                 rng = random.Random(args.seed + i)
                 tasks.create_task(client(engine, work, expected, until, args.phase, seen, rng))
             rng = random.Random(args.seed)
-            tasks.create_task(watch(engine, until, gpu, check, seen, rng))
+            tasks.create_task(watch(engine, until, gpu, check, seen, rng, save))
             tasks.create_task(resize(engine, args.resize, until, args.phase, seen))
 
 
@@ -270,6 +286,4 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     os.environ["LLAMA_MOE_CACHE_PROFILE"] = "0"
     result = asyncio.run(soak(args))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
     return int(bool(result["wrong"] or result["slots_wrong"]))

@@ -33,6 +33,10 @@ def test_bounds_are_those_of_the_slower_side() -> None:
     assert overlapped_seconds(work, RATES) == pytest.approx(10e-3)
     hits = TokenWork(4e9, 0, 2e9, n_layers=40, missed_layers=0)
     assert serial_seconds(hits, RATES) == pytest.approx(1.5e-3 + 40 * 5.5e-6)
+    dense = TokenWork(0, 0, 2e9, n_layers=40, missed_layers=0)
+    unmeasured = replace(RATES, host=0.0)
+    assert serial_seconds(dense, unmeasured) == pytest.approx(0.5e-3 + 40 * 5.5e-6)
+    assert overlapped_seconds(dense, unmeasured) == pytest.approx(0.5e-3 + 40 * 5.5e-6)
 
 
 @pytest.mark.parametrize("name", ["glm-5.3-flash", "qwen3.8-flash-next"])

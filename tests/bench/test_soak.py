@@ -44,10 +44,15 @@ def test_topics_have_words_of_their_own() -> None:
     assert all(r.params.max_tokens is not None and r.params.max_tokens < 9 for r in work)
 
 
-def test_a_wrong_token_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def look_at_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake device has no driver that could be asked."""
     monkeypatch.setattr(GPUMemory, "__init__", lambda self: None)
     monkeypatch.setattr(GPUMemory, "__exit__", lambda *given: None)
     monkeypatch.setattr(GPUMemory, "taken", lambda self: 0)
+
+
+def test_a_wrong_token_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look_at_no_gpu(monkeypatch)
     out = tmp_path / "soak.json"
     assert soak.main([*SMALL, "--answer", "9", "--out", str(out)]) == 0
     told = json.loads(out.read_text())
@@ -63,6 +68,28 @@ def test_a_wrong_token_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(soak, "answer", wrong_later)
     assert soak.main([*SMALL, "--answer", "9", "--out", str(out)]) == 1
     assert json.loads(out.read_text())["wrong"] > 0
+
+
+def test_a_run_that_is_stopped_has_told_what_it_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_at_no_gpu(monkeypatch)
+    monkeypatch.setattr(soak, "LOOK_SECONDS", 0.1)
+    out = tmp_path / "soak.json"
+    look, n_looks = soak.memory, 0
+
+    def stop(gpu: GPUMemory | None) -> dict[str, float]:
+        nonlocal n_looks
+        n_looks += 1
+        if n_looks > 2:
+            raise MemoryError("stopped")
+        return look(gpu)
+
+    monkeypatch.setattr(soak, "memory", stop)
+    with pytest.raises(ExceptionGroup):
+        soak.main([*SMALL, "--answer", "9", "--out", str(out)])
+    told = json.loads(out.read_text())
+    assert len(told["looks"]) == 2 and told["wrong"] == 0
 
 
 async def test_a_wrong_byte_in_a_slot_is_found(fake: BadDriver, tmp_path: Path) -> None:

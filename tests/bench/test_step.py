@@ -12,7 +12,7 @@ from bench.launch_bytes import launch_bytes
 from bench.synthetic import write_model
 from runtime.cuda import driver
 from runtime.cuda.driver import initialized
-from runtime.engine.gpu import gpu_plan, opening
+from runtime.engine.gpu import gpu_plan, shared_parts
 from runtime.engine.gpu.launch_plan import PlannedLaunch
 from runtime.models import open_model
 from tests.bench.test_shapes import small
@@ -72,7 +72,7 @@ def test_a_prompt_that_no_graph_takes_whole(
     fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of models with wide latent heads: the kernels are those of the last part."""
-    for module in (opening, gpu_plan):
+    for module in (shared_parts, gpu_plan):
         monkeypatch.setattr(module, "most_tokens", lambda *_: 4)
     path, out = tmp_path / "model.gguf", tmp_path / "out.json"
     write_model(path, small("olmoe"), 1, 0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def paged(shape: AttentionShape) -> Decoding:
     return Decoding(
         STEP,
         shape,
-        lambda chooses: attention(AttentionShape(**{**vars(shape), "chooses": chooses})),
+        lambda chooses: attention(replace(shape, chooses=chooses)),
         attention_grid(STEP.n_splits, STEP.n_head, 1, N_TOKENS),
         attention_shared_bytes(shape),
     )
