@@ -8,6 +8,7 @@ from server.flags import Flag
 
 NO_CHOICE = "placement is automatic: dense parts on the GPU, experts as --moe-expert-cache says"
 NO_TUNING = "the expert cache of this build tunes itself"
+ALWAYS_AHEAD = "prompts fetch experts up to three pieces ahead, in four buffers, wherever these fit"
 NO_SPECULATION = "this build has no speculative decoding"
 PAGED = "KV memory is always one paged pool shared by all sequences"
 NO_BUDGET = "reasoning is not cut short"
@@ -158,7 +159,7 @@ PLACEMENT = (
     Flag(names=("--moe",), kind=str, value="NAME=VALUE,...", env="LLAMA_ARG_MOE", group="Placement",
          help="how experts on the GPU follow use: mode (cache, layers), misses (auto, cpu, 2, 3, 4), policy, window, admit, margin, sticky, global-weight, halve-every"),
     Flag(names=("--prefetch-experts-slots",), kind=int, env="LLAMA_ARG_PREFETCH_EXPERTS_SLOTS",
-         group="Placement", help="slots for prefetching", no_effect=NO_TUNING),
+         group="Placement", help="slots for prefetching", no_effect=ALWAYS_AHEAD),
 )  # fmt: skip
 
 SPECULATION = (
