@@ -10,8 +10,8 @@ BENCHMARKS = {
     "batches": "time per token of decode steps by their number of sequences, 1 to 512",
     "cache_calls": "what the cache of experts costs Python between and beside steps",
     "exchange": "what handing missed experts to the CPU costs a layer",
-    "gpus": "one GPU beside all of the machine: speed, hits of each, the same bits",
     "first_request": "the first request after a restart, with a profile and without",
+    "gpus": "one GPU beside all of the machine: speed, hits of each, the same bits",
     "hybrid": "models larger than the GPU: speed, hits, the share of what is possible",
     "kernels": "GB/s of every matrix kernel beside this machine's plain read speed",
     "kernels_gpu": "us and GB/s of every GPU kernel that reads weights, by format",
@@ -26,8 +26,8 @@ BENCHMARKS = {
     "streamed": "prompts of models larger than the GPU, as their plan has it, beside the link",
     "streams": "prompt and decode speed through the engine, of one and several streams",
     "synthetic": "write a GGUF file of a real model's shape with random weights",
-    "versus_gpu": "models on a GPU beside llama.cpp, as many of the experts in its memory",
     "versus": "prompt and decode speed beside llama.cpp's llama-bench, interleaved",
+    "versus_gpu": "models on a GPU beside llama.cpp, as many of the experts in its memory",
 }
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
         for known, what in BENCHMARKS.items():
-            print(f"python -m bench {known:11} {what}")
+            print(f"python -m bench {known:13} {what}")
         return 0 if not name else 2
     return int(importlib.import_module(f"bench.{name}").main(sys.argv[2:]))
 

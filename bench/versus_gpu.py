@@ -116,14 +116,16 @@ def ours(args: argparse.Namespace) -> list[dict[str, Any]]:
 def theirs(path: Path, on_cpu: Sequence[int], args: argparse.Namespace) -> list[dict[str, float]]:
     """Tokens a second of llama-bench's two tests, with the experts of so many layers on the CPU."""
     command = [args.llama_bench, "-m", str(path), "-ngl", "99", "-fa", "1", "-o", "json", "-r", "1"]
-    command += ["-ncmoe", ",".join(str(n) for n in on_cpu), "-ub", "2048"]
+    command += ["-ncmoe", ",".join(str(n) for n in dict.fromkeys(on_cpu)), "-ub", "2048"]
     command += ["-p", str(args.prompt), "-n", str(args.tokens)]
     command += ["-t", str(args.threads)] if args.threads else []
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = [{"on_cpu": float(n)} for n in on_cpu]
     for row in json.loads(out):
-        speeds = found[list(on_cpu).index(row["n_cpu_moe"])]
-        speeds["prompt" if row["n_prompt"] else "decode"] = row["avg_ts"]
+        test = "prompt" if row["n_prompt"] else "decode"
+        for speeds in found:  # several points may have room for as many layers
+            if speeds["on_cpu"] == row["n_cpu_moe"]:
+                speeds[test] = row["avg_ts"]
     return found
 
 

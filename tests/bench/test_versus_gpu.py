@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+from pathlib import Path
+
 import pytest
 
-from bench.versus_gpu import Layers, on_cpu, point
+from bench.versus_gpu import Layers, on_cpu, point, theirs
 
 WHOLE = Layers(file=4, moe=4, whole=4, experts=32, output_bytes=0)
 ROW = {"slots": 16, "hit_rate": 0.9, "read_gb_per_s": {"gpu": 1000.0}}
 SPEEDS = {"whole_model_tokens_per_second": 50.0, "whole_model_prompt_tokens_per_second": 500.0}
+LLAMA_BENCH = f"""#!{sys.executable}
+import json, sys
+layers = sys.argv[sys.argv.index("-ncmoe") + 1].split(",")
+tests = [(int(n), n_prompt) for n in layers for n_prompt in (0, 9)]
+print(json.dumps([{{"n_cpu_moe": n, "n_prompt": p, "avg_ts": n + p}} for n, p in tests]))
+"""
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(0, 4), (15, 3), (16, 2), (32, 0)])
@@ -30,6 +40,16 @@ def test_ratios_are_those_of_the_rounds_pairs() -> None:
     found = point(rounds, 0, WHOLE)
     assert found["decode"] == {"ours": [50.0, 50.0], "llama_cpp": [25.0, 10.0], "ratio": 3.5}
     assert found["prompt"]["ratio"] == 3.5
+
+
+def test_points_with_room_for_as_many_layers_share_a_run(tmp_path: Path) -> None:
+    program = tmp_path / "llama-bench"
+    program.write_text(LLAMA_BENCH)
+    program.chmod(0o755)
+    args = argparse.Namespace(llama_bench=str(program), prompt=9, tokens=4, threads=None)
+    found = theirs(Path("model.gguf"), [3, 1, 3], args)
+    assert [row["on_cpu"] for row in found] == [3, 1, 3]
+    assert [(row["decode"], row["prompt"]) for row in found] == [(3, 12), (1, 10), (3, 12)]
 
 
 def test_a_whole_model_is_reckoned_from_some_layers() -> None:
