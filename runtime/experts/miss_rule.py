@@ -110,6 +110,7 @@ class MissRule:
             self.why = self._expectation(spread)
             return self._changed(best)
         self._phase, self._tried = _Phase.WITHOUT, best
+        self.why = f"one of {best} in place is being tried"
         return self._changed(0)
 
     def _expectation(self, spread: F64) -> str:

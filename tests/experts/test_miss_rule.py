@@ -69,7 +69,14 @@ def test_what_is_tried_stays_if_steps_are_quicker(with_help: float, kept: int) -
     assert took[:TRIAL_STEPS] == [0] * TRIAL_STEPS
     assert took[TRIAL_STEPS + 1 : 2 * TRIAL_STEPS] == [2] * (TRIAL_STEPS - 1)
     assert took[-1] == kept
-    assert "tried" in str(rule.describe()["expert_misses"])
+    assert "quicker" in str(rule.describe()["expert_misses"])
+
+
+def test_what_is_on_trial_says_so() -> None:
+    rule = MissRule(SLOW_CPU)
+    for n_steps, who in ((TRIAL_STEPS, "the CPU"), (2, "the CPU, one of 2 in place")):
+        stepped(rule, TWO_MISSES, lambda _: 1.0, n_steps)
+        assert rule.describe()["expert_misses"] == f"{who}: one of 2 in place is being tried"
 
 
 def test_the_cpu_stays_where_nothing_is_to_be_gained() -> None:
