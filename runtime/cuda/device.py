@@ -126,8 +126,9 @@ class Device:
                 raise DeviceUnavailable(f"{self.info.name} is closed")
             if getattr(_STAYING, "device", None) is not self:
                 _STAYING.device = None
-                self._enter(int(self._context))
-            code = function(*args)
+                code = self._enter(int(self._context)) or function(*args)
+            else:
+                code = function(*args)
             return not code or driver.passed(name, code)
 
         return call

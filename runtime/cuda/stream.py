@@ -31,9 +31,10 @@ class Event(Resource):
         return self._query(int(self.handle))
 
     def milliseconds_since(self, start: Event) -> float:
-        """GPU time between two timed events that were passed. Raises: CudaError."""
+        """GPU time between two timed events that were passed. Raises: CudaError, EngineBug."""
         found = self._milliseconds
-        self._elapsed(ctypes.addressof(found), int(start.handle), int(self.handle))
+        if not self._elapsed(ctypes.addressof(found), int(start.handle), int(self.handle)):
+            raise EngineBug("the time between events was asked for before they were passed")
         return found.value
 
     def _release(self, handle: Any) -> None:

@@ -50,7 +50,8 @@ class ExpertCopies:
         self.use((), np.zeros((len(layers), n_expert), np.bool_))
 
     def use(self, slots: Sequence[int], undivided: Bools) -> None:
-        """See `Uploader.use`."""
+        """Uploads go to these addresses of slots from now on; undivided bool[n_layers, n_expert]:
+        experts of which each matrix is one copy."""
         self.slots: U64 = np.array(slots, np.uint64)
         self._direct = np.ascontiguousarray(undivided)
         self.state.slots, self.state.direct = address_of(self.slots), address_of(self._direct)

@@ -330,12 +330,14 @@ class ModelSpec:
     @property
     def n_previous(self) -> int:
         """Tokens before a token that its layers look at by their ids."""
-        return max((memory.n_gram - 1 for memory in self._memories()), default=0)
+        return max((memory.n_gram - 1 for memory in self.memories), default=0)
 
     @property
     def memory_tables(self) -> tuple[str, ...]:
         """Tensors beside the embedding of which a token reads a few rows."""
-        return tuple(memory.table for memory in self._memories())
+        return tuple(memory.table for memory in self.memories)
 
-    def _memories(self) -> list[NgramMemorySpec]:
+    @property
+    def memories(self) -> list[NgramMemorySpec]:
+        """The n-gram memories of all layers, in their order."""
         return [memory for layer in self.layers if (memory := layer.memory) is not None]

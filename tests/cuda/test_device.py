@@ -17,7 +17,7 @@ from runtime.cuda.graph import Graph, Launch
 from runtime.cuda.memory import Arena, DeviceBuffer, PinnedBuffer
 from runtime.cuda.module import CubinCache, Module
 from runtime.cuda.stream import Event, Stream
-from runtime.errors import DeviceError, DeviceLost, DeviceUnavailable
+from runtime.errors import CudaError, DeviceError, DeviceLost, DeviceUnavailable
 from tests.cuda.conftest import FILL, pack
 from tests.support.cuda_constants import CUresult
 from tests.support.fake_driver import FakeDriver
@@ -212,3 +212,14 @@ def test_a_thread_that_stays_with_one_gpu_may_call_another(fake: FakeDriver) -> 
         for device in (first, second, first):
             with DeviceBuffer(device, 256):
                 assert fake._device_now() == device.info.index
+
+
+def test_a_native_call_is_not_made_in_another_context(
+    fake: FakeDriver, fake_driver: Driver
+) -> None:
+    with Device(fake_driver) as device, Event(device) as event:
+        assert event.passed()
+        fake.fail["cuCtxSetCurrent"] = CUresult["CUDA_ERROR_INVALID_CONTEXT"]
+        with pytest.raises(CudaError, match="INVALID_CONTEXT"):
+            event.passed()
+        del fake.fail["cuCtxSetCurrent"]

@@ -15,6 +15,7 @@ from runtime.cuda.graph import EDGES_SINCE, USE_NODE_PRIORITY, Graph, Launch
 from runtime.cuda.memory import DeviceBuffer, PinnedBuffer
 from runtime.cuda.module import Function, Module
 from runtime.cuda.stream import Event, Stream
+from runtime.errors import EngineBug
 from tests.cuda.conftest import FILL, Hold, filled, pack
 from tests.support.fake_driver import FakeDriver
 
@@ -180,3 +181,10 @@ def test_timed_events_tell_the_time_between_them(bench: Bench, device: Device) -
         bench.stream.record(end)
         bench.stream.synchronize()
         assert 0 < end.milliseconds_since(begin) < 1000
+
+
+def test_the_time_between_events_is_asked_for_behind_them(device: Device, hold: Hold) -> None:
+    with Stream(device) as stream, Event(device, timed=True) as event, hold(stream):
+        stream.record(event)
+        with pytest.raises(EngineBug, match="before they were passed"):
+            event.milliseconds_since(event)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime.cuda.graph import Graph
 from runtime.engine.gpu import table_rows
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.step import Step, StepKind
@@ -106,3 +107,15 @@ async def test_rows_that_do_not_come_lose_the_step(
             with pytest.raises(ExchangeStalled, match="rows of an n-gram table"):
                 await executor.run(step)
         assert (await executor.run(step)).chosen is not None
+
+
+async def test_closing_lets_workers_go_that_a_lost_step_keeps(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"n_threads": 2, "exchange_rounds": 0, "moe_expert_cache": 3}
+    async with executor_of(model, tmp_path, hybrid_driver(), **settings) as executor:
+        texts = PROMPTS.tolist()
+        monkeypatch.setattr(Graph, "launch", lambda *_: None)  # the GPU does nothing any more
+        await executor.begin(step_behind(executor, texts, follows=False))
+        await executor.begin(step_behind(executor, texts, follows=True))
+        executor._given_up = True

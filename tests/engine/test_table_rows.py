@@ -118,8 +118,10 @@ def test_a_step_waits_for_the_tokens_of_the_one_before(
     with pytest.raises(EngineBug, match="rows of an earlier step"):
         for _ in range(2):
             gathering.rows.begin(3, unknown)
+    assert not gathering.rows.ended(2)
     gathering.chose(2, [13])
     gathering.wait()
+    assert gathering.rows.ended(2) and gathering.rows.ended(3)
     gathering.chose(1, [11])
     gathering.rows.begin(2, unknown)
     gathering.wait()

@@ -118,6 +118,9 @@ def open_rows(
         resources.callback(team.end)
     rows = TableRows(devices[0], team, model, results, shapes.most_tokens(StepKind.DECODE))
     resources.callback(rows.close)
+    if exchange is not None:
+        # Rows wait behind the step that the team serves: it has to let go of that one first.
+        resources.callback(exchange.abort)
     return rows
 
 

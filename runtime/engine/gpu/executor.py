@@ -370,17 +370,15 @@ class GPUExecutor:
         return flight.captured.choices(results)[:, : flight.step.n_tokens]
 
     def _ended(self, epoch: int) -> Callable[[], bool]:
-        done, exchange = self._parts.results.done, self._parts.exchange
-        links = self._parts.links
-        if links is not None:
-            return lambda: (
-                links.ended(epoch)
-                and has_reached(int(done[0]), epoch)
-                and (exchange is None or exchange.ended(epoch))
-            )
-        if exchange is None:
-            return lambda: has_reached(int(done[0]), epoch)
-        return lambda: has_reached(int(done[0]), epoch) and exchange.ended(epoch)
+        parts, done = self._parts, self._parts.results.done
+        others = [party.ended for party in (parts.exchange, parts.memories) if party is not None]
+
+        def ended() -> bool:
+            return has_reached(int(done[0]), epoch) and all(has(epoch) for has in others)
+
+        if (links := parts.links) is None:
+            return ended
+        return lambda: links.ended(epoch) and ended()  # each look is a sign of life
 
     def _check_device(self) -> None:
         """Raises: DeviceLost; EngineBug where the GPU is idle and a step has no end."""

@@ -27,8 +27,8 @@ class GatheredRows:
     """The n-gram tables of a model, in the order of their layers."""
 
     def __init__(self, model: Model, rows: TableRows) -> None:
-        memories = [layer.memory for layer in model.spec.layers if layer.memory is not None]
-        self._tables = [NgramRows(memory, model.weights[memory.table]) for memory in memories]
+        weights = model.weights
+        self._tables = [NgramRows(memory, weights[memory.table]) for memory in model.spec.memories]
         self._rows, self._n_gram = rows, model.spec.n_previous + 1
 
     async def of(self, step: Step) -> Gathered:
@@ -50,6 +50,10 @@ class GatheredRows:
             writer.write_memories(gathered)
         else:
             self._rows.begin(epoch, gathered)
+
+    def ended(self, epoch: int) -> bool:
+        """Whether the workers have done with step `epoch`."""
+        return self._rows.ended(epoch)
 
     def check(self, epoch: int, *, behind: bool = False) -> None:
         """Raises: ExchangeStalled where the rows of the step did not come."""

@@ -22,7 +22,6 @@ from runtime.engine.gpu.plan_parts import DeviceRows, PlanParts, RowSource
 from runtime.engine.gpu.row_launches import add_records
 from runtime.models.model import Model
 from runtime.models.ngram_memory import NgramMemorySpec
-from runtime.models.spec import ModelSpec
 
 PHASE = "memory"
 """Of a layer: `Room.place`."""
@@ -156,11 +155,6 @@ class MemoryLaunches:
         )
 
 
-def memories_of(spec: ModelSpec) -> list[NgramMemorySpec]:
-    """The memories of all layers, in their order."""
-    return [layer.memory for layer in spec.layers if layer.memory is not None]
-
-
 def row_bytes(memory: NgramMemorySpec, model: Model) -> int:
     """Bytes of a token's rows of the table, and of what lies between them and the next token's."""
     n_bytes = model.weights[memory.table].format.row_bytes(memory.key.n_in)
@@ -169,13 +163,13 @@ def row_bytes(memory: NgramMemorySpec, model: Model) -> int:
 
 def memory_bytes(model: Model) -> int:
     """Bytes of a token that the host gathers for the model's memories."""
-    return sum(row_bytes(memory, model) for memory in memories_of(model.spec))
+    return sum(row_bytes(memory, model) for memory in model.spec.memories)
 
 
 def memory_obstacles(model: Model) -> Iterator[str]:
     """Why the kernels cannot compute a model's memories."""
     spec = model.spec
-    for memory in memories_of(spec):
+    for memory in spec.memories:
         name = model.weights[memory.table].format.name
         if name not in GPU_FORMATS:
             yield f"tables of format {name}"

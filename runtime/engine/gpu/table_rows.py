@@ -26,7 +26,7 @@ from ops.gpu.step_io import RING
 from ops.gpu.take_rows import PATIENCE_NS
 from runtime.cuda.device import Device
 from runtime.cuda.memory import PinnedBuffer, slot_bytes
-from runtime.engine.gpu.memory_launches import memories_of, row_bytes
+from runtime.engine.gpu.memory_launches import row_bytes
 from runtime.engine.gpu.plan_parts import RowSource
 from runtime.engine.gpu.results import CHOSEN_BYTES, Results
 from runtime.engine.step import I32
@@ -71,7 +71,7 @@ class TableRows:
         self._team, self._most, self._patience_ns = team, most, patience_ns
         tables = [
             Table(memory, model.weights[memory.table], row_bytes(memory, model))
-            for memory in memories_of(model.spec)
+            for memory in model.spec.memories
         ]
         self._stride = slot_bytes(most * sum(table.token_bytes for table in tables))
         with ExitStack() as resources:
@@ -85,7 +85,6 @@ class TableRows:
             for own in self._programs:
                 resources.callback(own.program.close)
             self._resources = resources.pop_all()
-        self._next = 0
 
     def on(self, device: Device) -> RowSource:
         """Where a GPU's kernels take the rows.  Raises: CudaError."""
@@ -99,7 +98,7 @@ class TableRows:
 
         Raises: EngineBug while a worker is still at an earlier step.
         """
-        own = self._programs[self._next]
+        own = self._of(epoch)
         if own.program.running:
             raise EngineBug("the CPU workers have not gathered the rows of an earlier step")
         own.take_event()
@@ -109,7 +108,10 @@ class TableRows:
         except TeamError as error:
             raise EngineBug(f"the CPU workers cannot gather rows: {error}") from error
         own.begun = True
-        self._next = (self._next + 1) % MOST_BEGUN
+
+    def ended(self, epoch: int) -> bool:
+        """Whether the workers have done with step `epoch`, or never had anything to do for it."""
+        return not self._of(epoch).program.running
 
     def check(self, epoch: int, *, behind: bool = False) -> None:
         """Raises: ExchangeStalled if the GPU waited in vain in that step, or in the one before it
@@ -127,6 +129,10 @@ class TableRows:
         for own in self._programs:
             own.take_event()
         self._resources.close()
+
+    def _of(self, epoch: int) -> _RowProgram:
+        """That of the step, which the step before it does not have."""
+        return self._programs[epoch % MOST_BEGUN]
 
 
 class _RowProgram:
