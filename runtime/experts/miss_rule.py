@@ -16,8 +16,10 @@ from runtime.experts.miss_rates import EVERY, F64, LEAST_GAIN, MissRates
 
 TRIAL_STEPS = 48
 """That are timed each way; steps differ by what they miss."""
-REST_STEPS = 2048
-"""Until it is tried again."""
+CLEAR_STEPS, CLEAR_LOSS = 12, 0.1
+"""A trial whose steps, so many at least, are slower by more than that is over."""
+REST_STEPS, MOST_DOUBLED = 2048, 4
+"""Until it is tried again; twice as many after each trial lost in a row, so many times."""
 UNREADABLE = "not every expert is pinned, or no kernel reads their format"
 ASKED_FOR = "asked for"
 CPU = "cpu"
@@ -58,6 +60,7 @@ class MissRule:
         self._times: list[float] = []
         self._without = 0.0
         self._rest = 0
+        self._n_lost = 0  # trials in a row
 
     def took(self, seconds: float) -> None:
         """A step that generated a token took so long."""
@@ -75,16 +78,23 @@ class MissRule:
             return None if self._rest else self._changed(self._given)
         if self._phase is _Phase.RESTING:
             return self._look(seen) if not self._rest else None
-        if len(self._times) < TRIAL_STEPS:
+        if len(self._times) < TRIAL_STEPS and not self._loses():
             return None
         found, self._times = median(self._times), []
         if self._phase is _Phase.WITHOUT:
             self._phase, self._without = _Phase.WITH, found
             return self._changed(self._tried)
-        self._phase, self._rest = _Phase.RESTING, REST_STEPS
         gain = 1 - found / self._without
+        self._phase, self._rest = _Phase.RESTING, REST_STEPS << min(self._n_lost, MOST_DOUBLED)
+        self._n_lost = 0 if gain >= LEAST_GAIN else self._n_lost + 1
         self.why = f"tried one of {self._tried} in place: steps {100 * gain:+.1f} % quicker"
         return self._changed(self._tried if gain >= LEAST_GAIN else 0)
+
+    def _loses(self) -> bool:
+        """Whether the trial needs no more steps."""
+        if self._phase is not _Phase.WITH or len(self._times) < CLEAR_STEPS:
+            return False
+        return median(self._times) > (1 + CLEAR_LOSS) * self._without
 
     def answered(self, every: int, *, done: bool) -> str | None:
         """What was wanted is in force, or cannot be; returns what the user, who asked for it, has

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from runtime.experts.miss_rates import F64, MissRates, rising, spread_misses
-from runtime.experts.miss_rule import REST_STEPS, TRIAL_STEPS, MissRule, rule_in
+from runtime.experts.miss_rule import CLEAR_STEPS, REST_STEPS, TRIAL_STEPS, MissRule, rule_in
 
 SLOW_CPU = MissRates((100.0, 200.0, 300.0, 400.0), (120.0, 240.0, 360.0, 480.0), 50.0, 60.0)
 H200 = MissRates((37.0, 60.0, 84.0, 112.0), (45.0, 80.0, 112.0, 150.0), 55.0, 70.0)
@@ -70,6 +70,20 @@ def test_what_is_tried_stays_if_steps_are_quicker(with_help: float, kept: int) -
     assert took[TRIAL_STEPS + 1 : 2 * TRIAL_STEPS] == [2] * (TRIAL_STEPS - 1)
     assert took[-1] == kept
     assert "quicker" in str(rule.describe()["expert_misses"])
+
+
+def test_a_trial_that_clearly_loses_ends_at_once() -> None:
+    rule = MissRule(SLOW_CPU)
+    took = stepped(rule, TWO_MISSES, lambda every: 1.2 if every else 1.0, 2 * TRIAL_STEPS)
+    assert sum(every > 0 for every in took) == CLEAR_STEPS
+
+
+def test_trials_lost_in_a_row_are_further_and_further_apart() -> None:
+    rule = MissRule(SLOW_CPU)
+    took = stepped(rule, TWO_MISSES, lambda every: 1.2 if every else 1.0, 10 * REST_STEPS)
+    helped = np.flatnonzero(np.array(took))
+    apart = np.diff(helped[np.flatnonzero(np.diff(helped, prepend=-2) > 1)])
+    assert len(apart) == 3 and all(apart[1:] - apart[:-1] == [REST_STEPS, 2 * REST_STEPS])
 
 
 def test_what_is_on_trial_says_so() -> None:
