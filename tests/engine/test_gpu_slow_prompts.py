@@ -23,6 +23,13 @@ def without_floor() -> TinyModel:
     return model
 
 
+def never_choosing() -> TinyModel:
+    """No text is long enough for its indexer to leave keys out."""
+    model = qwen4exp()
+    model.set(attention__indexer__top_k=4096)
+    return model
+
+
 MODELS = {
     "glm": (glm5_next(latent=512), "f16", set()),
     "glm, decays without a floor": (without_floor(), "f16", set()),
@@ -31,6 +38,7 @@ MODELS = {
     "gpt-oss": (gpt_oss(), "f16", set()),
     "one decay a head": (qwen35(), "f16", set()),
     "an indexer's lists": (qwen4exp(), "f16", set()),
+    "an indexer below its limit": (never_choosing(), "f16", set()),
 }
 
 

@@ -21,17 +21,21 @@ def slow_launches(shape: StepShape, launches: list[PlannedLaunch]) -> Iterator[s
     """Why a step reads its prompt more slowly than others, a text a launch.
 
     Where an indexer chooses from keys with values of their own, each token has its own, so that it
-    attends alone is no such reason.
+    attends alone is no such reason; nor is it in shorter texts, whose tokens attend alone as well,
+    so that bits do not depend on how a prompt is cut.
     """
     if shape.kind is not StepKind.PREFILL or shape.n_tokens < PROMPT_TOKENS:
         return
     alone = ("attention", "latent_decode")
-    latent = {_layer(launch) for launch in launches if launch.kernel.entry == "latent_heads"}
+    latent, indexed = _layers(launches, "latent_heads"), _layers(launches, "index_keys")
     for launch in launches:
-        if launch.kernel.entry in alone and (
-            "lists" not in launch.arguments or _layer(launch) in latent
-        ):
+        if launch.kernel.entry in alone and _layer(launch) not in indexed - latent:
             yield ATTENTION
+
+
+def _layers(launches: list[PlannedLaunch], entry: str) -> set[str]:
+    """Layers that launch such a kernel."""
+    return {_layer(launch) for launch in launches if launch.kernel.entry == entry}
 
 
 def _layer(launch: PlannedLaunch) -> str:
