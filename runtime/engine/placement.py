@@ -164,7 +164,7 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
             woken.callback(beside.submit(_wake_gpu, config.main_gpu, woken).result)
         model = _open_model(config, progress, resources)
         naming = beside.submit(_name_bus_errors, model, config, resources)
-        reading = beside.submit(facts_of, model)
+        reading = beside.submit(_read_file, model)
         notices, n_ctx_train = Notices(), model.spec.n_ctx_train
         checked = _CheckedProgress(progress, reading)
         try:
@@ -188,6 +188,14 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
             notices,
             ready.plan,
         )
+
+
+def _read_file(model: Model) -> ModelFacts:
+    """What callers may know of the model.  Raises: ModelError for what opening it does not read."""
+    from runtime.models.vectors import check_vectors
+
+    check_vectors(model)
+    return facts_of(model)
 
 
 class _CheckedProgress(Progress):

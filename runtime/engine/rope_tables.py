@@ -11,6 +11,7 @@ from ops.cpu.heads import ROPE_NEOX, ROPE_NORM
 from ops.cpu.program import address_of
 from runtime.models.model import Model
 from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
+from runtime.models.vectors import rope_factors
 
 KINDS = {RopePairing.NEOX: ROPE_NEOX, RopePairing.NORM: ROPE_NORM}
 
@@ -36,9 +37,7 @@ class RopeTables:
 
     def _of(self, rope: RopeSpec) -> tuple[NDArray[Any], NDArray[Any]]:
         if rope not in self._tables:
-            factors = None
-            if rope.factors is not None:
-                factors = self._model.weights[rope.factors].to_f32().reshape(-1)
+            factors = rope_factors(self._model, rope)
             angles = np.arange(self._n_positions)[:, None] * rope_frequencies(rope, factors)
             cosines, sines = (
                 np.ascontiguousarray(f(angles) * rope.magnitude, np.float32)

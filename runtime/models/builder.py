@@ -56,8 +56,10 @@ class SpecBuilder(CheckedTensors):
         factors = self.optional("rope_freqs.weight", n_rot // 2)
         kind = keys.text("rope.scaling.type", "linear")
         factor = 1.0
-        if kind != "none" and keys.has("rope.scaling.factor"):
-            factor = keys.positive("rope.scaling.factor")
+        for key in ("rope.scaling.factor", "rope.scale_linear"):  # the second in files of 2023
+            if kind != "none" and keys.has(key):
+                factor = keys.positive(key)
+                break
         if kind in ("none", "linear"):
             return RopeSpec(pairing, n_rot, base, factor=factor, factors=factors)
         if kind != "yarn":
@@ -246,9 +248,8 @@ class SpecBuilder(CheckedTensors):
     ) -> RouterSpec:
         keys, prefix = self.keys, f"blk.{layer}."
         # Zero means "not set" in these keys.
-        scaled = keys.has("expert_weights_scale") and keys.metadata.get(
-            f"{keys.architecture}.expert_weights_scale"
-        )
+        key = "expert_weights_scale"
+        scaled = keys.has(key) and keys.number(key) != 0.0
         n_groups = max(1, keys.count("expert_group_count", 0, at_least=0))
         n_groups_used = max(1, keys.count("expert_group_used_count", 0, at_least=0))
         if n_expert % n_groups:
@@ -262,7 +263,7 @@ class SpecBuilder(CheckedTensors):
             linear=self.linear(f"{prefix}ffn_gate_inp", self.n_embd, n_expert),
             score=score,
             renormalise=renormalise,
-            scale=keys.positive("expert_weights_scale") if scaled else 1.0,
+            scale=keys.positive(key) if scaled else 1.0,
             selection_bias=self.optional(f"{prefix}exp_probs_b.bias", n_expert),
             n_groups=n_groups,
             n_groups_used=n_groups_used,

@@ -38,6 +38,17 @@ class CheckedTensors:
         self.n_layers = n_blocks - n_draft
         self._tensors = tensors
         self._used = {name for name in tensors if self.n_layers <= _block(name) < n_blocks}
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        """Raises: CorruptModel where a block would be left out that does not draft."""
+        drafting = {_block(name) for name in self._used if ".nextn." in name}
+        others = sorted({_block(name) for name in self._used} - drafting)
+        if others:
+            raise self.keys.wrong(
+                "nextn_predict_layers",
+                f"block {others[0]} does not draft: it has no tensor 'blk.{others[0]}.nextn.*'",
+            )
 
     def has(self, name: str) -> bool:
         return name in self._tensors

@@ -6,6 +6,7 @@ There is no position embedding anywhere.  Files name the architecture `glm5-next
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from runtime.errors import ModelError
 from runtime.models.builder import SpecBuilder
@@ -24,6 +25,8 @@ from runtime.models.spec import (
 from runtime.models.streams import MeanStreams, SinkhornStreams
 
 KDA_L2_EPS = 1e-6
+MAX_ITERATIONS = 1024
+"""Of the division into a doubly stochastic matrix, for every token and block: models have 20."""
 PAGE_TOKENS = 32
 """Blocks of the sparse attention must not cross pages of the cache."""
 
@@ -51,15 +54,18 @@ def _streams(builder: SpecBuilder, name: str, n_stream: int) -> SinkhornStreams:
         mix=builder.linear(f"{name}_fn", n_stream * builder.n_embd, n_mix),
         base=builder.tensor(f"{name}_base.weight", n_mix),
         scale=builder.tensor(f"{name}_scale.weight", 3),
-        n_iterations=keys.count("hyper_connection.sinkhorn_iterations"),
+        n_iterations=keys.count("hyper_connection.sinkhorn_iterations", at_most=MAX_ITERATIONS),
         epsilon=keys.positive("hyper_connection.epsilon"),
     )
 
 
 def _mixer(builder: SpecBuilder, layer: int) -> Mixer:
-    """KDA where the file gives the layer no key heads, sparse latent attention otherwise."""
-    n_head_kv = builder.keys.count_of_layer("attention.head_count_kv", layer, at_least=0)
-    return _kda(builder, layer) if n_head_kv == 0 else _attention(builder, layer)
+    return _attention(builder, layer) if _has_keys(builder, layer) else _kda(builder, layer)
+
+
+def _has_keys(builder: SpecBuilder, layer: int) -> bool:
+    """Whether `layer` is sparse latent attention: KDA is where the file gives no key heads."""
+    return builder.keys.count_of_layer("attention.head_count_kv", layer, at_least=0) > 0
 
 
 def _kda(builder: SpecBuilder, layer: int) -> DeltaNetSpec:
@@ -69,6 +75,8 @@ def _kda(builder: SpecBuilder, layer: int) -> DeltaNetSpec:
     if dim % 16:
         raise keys.wrong("kda.head_dim", "use a multiple of 16")
     floor = "kda.gate_lower_bound"
+    if keys.has(floor) and keys.number(floor) > 0.0:
+        raise keys.wrong(floor, "use a number up to 0: states would grow without end")
     return DeltaNetSpec(
         n_key_head=n_head,
         n_value_head=n_head,
@@ -107,6 +115,9 @@ def _attention(builder: SpecBuilder, layer: int) -> LatentAttentionSpec:
     attention = builder.latent_attention(layer, rope=None)
     types = "attention.indexer.types"
     if builder.keys.has(types) and not builder.keys.flag_of_layer(types, layer):
+        before = filter(partial(_has_keys, builder), range(layer))
+        if not any(builder.keys.flag_of_layer(types, i) for i in before):
+            raise builder.keys.wrong(types, f"layer {layer} has no indexer, nor one before it")
         return replace(attention, reads_as_before=True)
     if attention.query_norm is None:
         raise builder.keys.wrong("attention.q_lora_rank", "the indexer needs it")

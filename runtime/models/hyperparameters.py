@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
 
 from runtime.errors import CorruptModel
 from runtime.models.gguf_header import MetadataValue
 
 MAX_COUNT = 1 << 31
+MAX_NUMBER, MIN_POSITIVE = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+"""Of what kernels compute with; beyond them a file's f64 is infinite there, or zero."""
 
 
 class Hyperparameters:
@@ -25,11 +28,18 @@ class Hyperparameters:
     def has(self, key: str) -> bool:
         return self._full(key) in self.metadata
 
-    def count(self, key: str, default: int | None = None, at_least: int = 1) -> int:
-        """A whole number of at least `at_least`."""
+    def count(
+        self,
+        key: str,
+        default: int | None = None,
+        at_least: int = 1,
+        at_most: int = MAX_COUNT - 1,
+    ) -> int:
+        """A whole number of at least `at_least` and at most `at_most`."""
         value = self._value(key, default)
-        if type(value) is not int or not at_least <= value < MAX_COUNT:
-            raise self.wrong(key, f"use a whole number of at least {at_least}")
+        if type(value) is not int or not at_least <= value <= at_most:
+            limit = "" if at_most == MAX_COUNT - 1 else f" and at most {at_most}"
+            raise self.wrong(key, f"use a whole number of at least {at_least}{limit}")
         return value
 
     def count_of_layer(
@@ -82,7 +92,7 @@ class Hyperparameters:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, "use a number")
-        if not math.isfinite(value) or value <= 0:
+        if not MIN_POSITIVE <= value <= MAX_NUMBER:
             raise self.wrong(key, "use a finite number above 0")
         return float(value)
 
@@ -107,7 +117,7 @@ class Hyperparameters:
     def _finite(self, key: str, value: MetadataValue) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, "use a number")
-        if not math.isfinite(value):
+        if not -MAX_NUMBER <= value <= MAX_NUMBER:
             raise self.wrong(key, "use a finite number")
         return float(value)
 

@@ -23,13 +23,15 @@ from runtime.models.spec import (
     MoeSpec,
     RouterScore,
 )
-from tests.support.gguf_writer import f32_tensor
+from tests.support.gguf_writer import FLOAT64, Typed, f32_tensor
 from tests.support.tiny_model import TinyModel
 from tests.support.tiny_models import TINY_MODELS
 
 CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
     ("glm4moe", "nextn_predict_layers", 4, "the file has 4 blocks"),
     ("glm4moe", "nextn_predict_layers", -1, "at least 0"),
+    ("glm4moe", "nextn_predict_layers", 2, r"block 2 does not draft: .* 'blk\.2\.nextn\.\*'"),
+    ("glm4moe", "expert_weights_scale", "", "use a number"),
     ("glm4moe", "leading_dense_block_count", 0, r"'blk\.0\.ffn_gate_shexp\.weight' is missing"),
     ("glm4moe", "leading_dense_block_count", 2, r"'blk\.1\.ffn_gate\.weight' is missing"),
     ("glm4moe", "expert_shared_count", 2, r"'blk\.1\.ffn_gate_shexp\.weight' has the shape"),
@@ -51,6 +53,8 @@ CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
     ("deepseek2", "attention.q_lora_rank", 47, r"'blk\.0\.attn_q_a_norm\.weight' has the shape"),
     ("deepseek2", "attention.value_length_mla", 16, r"'blk\.0\.attn_v_b\.weight' has the shape"),
     ("deepseek2", "rope.scaling.yarn_log_multiplier", -1.0, "above 0"),
+    ("deepseek2", "rope.scaling.yarn_log_multiplier", Typed(FLOAT64, 1e300), "finite"),
+    ("deepseek2", "rope.scaling.yarn_beta_slow", Typed(FLOAT64, 1e-308), "above 0"),
 ]
 
 

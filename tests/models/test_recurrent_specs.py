@@ -127,6 +127,8 @@ WRONG: list[tuple[str, str, Any]] = [
     ("glm5_next", "attention.indexer.kpool_select_tail", False),
     ("glm5_next", "swiglu_clamp_exp", [1.5]),
     ("glm5_next", "hyper_connection.epsilon", 0.0),
+    ("glm5_next", "hyper_connection.sinkhorn_iterations", 2**31 - 1),
+    ("glm5_next", "kda.gate_lower_bound", 3.0),
 ]
 
 
@@ -135,6 +137,15 @@ def test_contradictions_are_named(name: str, key: str, value: Any, tmp_path: Pat
     model = TINY_MODELS[name]()
     model.metadata[f"{model.architecture}.{key}"] = value
     with pytest.raises(ModelError, match=r"ssm|hyper|indexer|ple|kda|swiglu|compress|sparse|embed"):
+        spec_of(model, tmp_path)
+
+
+@pytest.mark.parametrize("types", [[False] * 6, [True] + [False] * 3 + [True] * 2])
+def test_attention_needs_an_indexer_before_it(types: list[bool], tmp_path: Path) -> None:
+    """Layer 1 is the first with attention; layer 0 has no keys to choose."""
+    model = TINY_MODELS["glm5_next"]()
+    model.metadata["glm5-next.attention.indexer.types"] = types
+    with pytest.raises(CorruptModel, match="layer 1 has no indexer, nor one before it"):
         spec_of(model, tmp_path)
 
 

@@ -62,6 +62,7 @@ CONTRADICTIONS: list[tuple[str, str, Any, str]] = [
     ("qwen3moe", "attention.value_length", 16, "'blk.0.attn_v.weight' has the shape"),
     ("qwen2moe", "expert_shared_feed_forward_length", 1, "'blk.0.ffn_gate_shexp.weight'"),
     ("llama_dense", "rope.dimension_count", 8, "'rope_freqs.weight' has the shape"),
+    ("llama_dense", "nextn_predict_layers", 1, "block 1 does not draft"),
 ]
 
 
@@ -227,9 +228,10 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind, expected", [("linear", 0.5), ("none", 1.0), (None, 0.5)])
-def test_linear_rope_scaling(kind: str | None, expected: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_linear_rope_scaling(key: str, kind: str | None, expected: float, tmp_path: Path) -> None:
     model = TINY_MODELS["qwen3moe"]()
-    model.set(rope__scaling__factor=2.0)
+    model.metadata[f"qwen3moe.{key}"] = 2.0
     if kind is not None:
         model.set(rope__scaling__type=kind)
     with open_model(model.write(tmp_path / "model.gguf")) as opened:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ops.gpu.heads import ROPE_NEOX, ROPE_NONE, ROPE_NORM, turns_of
 from runtime.engine.gpu.plan_parts import PlanParts
 from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
+from runtime.models.vectors import rope_factors
 
 ROPE_KINDS = {RopePairing.NEOX: ROPE_NEOX, RopePairing.NORM: ROPE_NORM}
 
@@ -15,10 +14,7 @@ def rope_fields(parts: PlanParts, rope: RopeSpec | None) -> dict[str, float]:
     """What `ops.gpu.heads` says of a rope; None: nothing is turned."""
     if rope is None:
         return {"turns": 0, "rope_kind": ROPE_NONE, "n_rot": 0, "magnitude": 1.0}
-    factors = None
-    if rope.factors is not None:
-        values = parts.model.weights[rope.factors].to_f32()
-        factors = np.asarray(values, np.float32).reshape(-1)
+    factors = rope_factors(parts.model, rope)
     return {
         "turns": parts.constants.place(turns_of(rope_frequencies(rope, factors))),
         "rope_kind": ROPE_KINDS[rope.pairing],
