@@ -38,6 +38,7 @@ def _on_gpus(
 ) -> MemoryPlan:
     from runtime.engine.gpu.devices import described_gpus
     from runtime.engine.gpu.gpu_plan import plan_gpus
+    from runtime.engine.gpu.share import parts_of
     from runtime.engine.gpu.support import obstacles
     from runtime.experts.usage import lifetime_usage
 
@@ -46,7 +47,7 @@ def _on_gpus(
         raise DeviceUnavailable(f"the GPU's kernels lack: {', '.join(lacking)}")
     proposals = gpu_proposals(config, n_ctx_train)
     settings = [proposal.settings for proposal in proposals]
-    gpus = described_gpus(machine.gpus, settings[0], len(model.spec.layers))
+    gpus = described_gpus(machine.gpus, settings[0], len(parts_of(model.spec)))
     known = lifetime_usage(model).for_plan if model.spec.n_expert_max else None
     planned = plan_gpus(model, settings, gpus, known)
     shape = proposals[settings.index(planned.settings)].shape

@@ -15,7 +15,7 @@ import pytest
 
 from runtime.engine.gpu import links
 from runtime.engine.gpu.executor import GPUExecutor
-from runtime.engine.gpu.share import split_layers
+from runtime.engine.gpu.share import parts_of, split_parts
 from runtime.engine.step import F32, StepKind
 from runtime.errors import (
     ConfigError,
@@ -28,6 +28,7 @@ from runtime.models import Model, open_model
 from tests.engine.test_gpu_executor import TOKENS, executor_of, logits_of, step_of
 from tests.support.block_models import BLOCK_MODELS
 from tests.support.fake_driver import Failure, FakeDriver
+from tests.support.tiny_recurrent_models import glm5_next
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -225,7 +226,36 @@ async def test_gpus_that_are_not_there_are_said(path: Path, tmp_path: Path) -> N
 def test_layers_follow_the_room(
     sizes: list[int], ends: tuple[int, int], room: list[float], counts: list[int]
 ) -> None:
-    assert split_layers(sizes, ends, room) == counts
+    assert split_parts(sizes, ends, room) == counts
+
+
+@pytest.mark.parametrize(
+    ("kept", "parts"),
+    [(slice(3, 6), [1, 2]), (slice(0, 6), [1, 1, 1, 1, 2]), (slice(0, 4), [1] * 4)],
+)
+def test_layers_that_read_one_choice_stay_together(
+    kept: slice, parts: list[int], tmp_path: Path
+) -> None:
+    with open_model(glm5_next().write(tmp_path / "model.gguf")) as model:
+        assert parts_of(replace(model.spec, layers=model.spec.layers[kept])) == parts
+
+
+async def test_what_an_indexer_chose_is_read_on_its_gpu(tmp_path: Path) -> None:
+    """Layer 5 reads what layer 4 chose; by their bytes, the cut would be between the two."""
+    tiny = glm5_next()
+    tiny.set(expert_used_count=8, attention__indexer__top_k=4)
+    logits = []
+    with open_model(tiny.write(tmp_path / "model.gguf")) as model:
+        model.spec = replace(model.spec, layers=model.spec.layers[3:6])
+        for room in ((1.0,), (1.0, 0.4)):
+            fake = gpus(len(room))
+            async with split_over(model, tmp_path, fake, tensor_split=room) as executor:
+                for start, end in ((0, 10), (10, 11)):
+                    kind = StepKind.DECODE if start else StepKind.PREFILL
+                    step = step_of(executor, kind, [(1, TOKENS[start:end], start)])
+                    logits.append(await logits_of(executor, step))
+                assert str(executor.describe()["gpu"]).count("Fake") == len(room)
+    assert np.array_equal(logits[2], logits[0]) and np.array_equal(logits[3], logits[1])
 
 
 async def test_graphs_are_given_back_on_both(path: Path, tmp_path: Path) -> None:

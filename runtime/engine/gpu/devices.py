@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import accumulate, pairwise
 
 from runtime.cuda.device import Device
 from runtime.cuda.driver import Driver
 from runtime.engine.gpu.kv import CacheSizes
 from runtime.engine.gpu.settings import GPUSettings
-from runtime.engine.gpu.share import end_bytes, layer_bytes, split_layers
+from runtime.engine.gpu.share import end_bytes, layer_bytes, parts_of, split_parts
 from runtime.engine.gpu.share_plan import usable_bytes
 from runtime.engine.machine import GPUFacts
 from runtime.errors import ConfigError, DeviceUnavailable, OutOfDeviceMemory
@@ -18,9 +19,11 @@ from runtime.notices import Reason
 
 
 def open_devices(
-    driver: Driver, settings: GPUSettings, n_layers: int, resources: ExitStack
+    driver: Driver, settings: GPUSettings, n_parts: int, resources: ExitStack
 ) -> list[Device]:
-    """The GPUs that may be used, at most one a layer; `resources` closes them.
+    """The GPUs that may be used, at most one for each part; `resources` closes them.
+
+    n_parts  that the model's layers can be cut into: see `parts_of`
 
     Those that nobody named and that are too old, or full, are left out.
     Raises: DeviceUnavailable, ConfigError, CudaError.
@@ -30,7 +33,7 @@ def open_devices(
         return [resources.enter_context(Device(driver, settings.main_gpu))]
     if settings.tensor_split is not None:
         named = named_gpus(settings.tensor_split, n_devices)
-        return [resources.enter_context(Device(driver, index)) for index in named[:n_layers]]
+        return [resources.enter_context(Device(driver, index)) for index in named[:n_parts]]
     devices: list[Device] = []
     for index in range(n_devices):
         try:
@@ -45,7 +48,7 @@ def open_devices(
     if not devices:
         raise DeviceUnavailable(f"none of the {n_devices} GPUs can be used")
     facts = [GPUFacts(device.info, device.free_bytes()) for device in devices]
-    used = {gpu.info.index for gpu in with_room(facts, settings, n_layers)}
+    used = {gpu.info.index for gpu in with_room(facts, settings, n_parts)}
     return [device for device in devices if device.info.index in used]
 
 
@@ -59,16 +62,16 @@ def named_gpus(tensor_split: Sequence[float], n_gpus: int) -> list[int]:
     return named
 
 
-def with_room(gpus: Sequence[GPUFacts], settings: GPUSettings, n_layers: int) -> Sequence[GPUFacts]:
-    """Those that are not full already, at most one a layer; if all are, the first."""
+def with_room(gpus: Sequence[GPUFacts], settings: GPUSettings, n_parts: int) -> Sequence[GPUFacts]:
+    """Those that are not full already, at most one for each part; if all are, the first."""
     usable = [
         gpu for gpu in gpus if usable_bytes(gpu.free_bytes, settings) > settings.reserve_bytes
     ]
-    return usable[:n_layers] if usable else gpus[:1]
+    return usable[:n_parts] if usable else gpus[:1]
 
 
 def described_gpus(
-    gpus: Sequence[GPUFacts], settings: GPUSettings, n_layers: int
+    gpus: Sequence[GPUFacts], settings: GPUSettings, n_parts: int
 ) -> Sequence[GPUFacts]:
     """The same choice among GPUs that nobody opens.  Raises: DeviceUnavailable, ConfigError."""
     if not gpus:
@@ -78,8 +81,8 @@ def described_gpus(
             raise DeviceUnavailable(f"there is no GPU {settings.main_gpu}: there are {len(gpus)}")
         return [gpus[settings.main_gpu]]
     if settings.tensor_split is not None:
-        return [gpus[index] for index in named_gpus(settings.tensor_split, len(gpus))][:n_layers]
-    return with_room(gpus, settings, n_layers)
+        return [gpus[index] for index in named_gpus(settings.tensor_split, len(gpus))][:n_parts]
+    return with_room(gpus, settings, n_parts)
 
 
 def layers_of_each(
@@ -99,4 +102,8 @@ def layers_of_each(
         matrices + (0 if cached is None else n_pages * sum(cached.side_bytes))
         for matrices, cached in zip(layer_bytes(model), kv.layers, strict=True)
     ]
-    return split_layers(sizes, end_bytes(model), room)
+    counts = parts_of(model.spec)
+    edges = (0, *accumulate(counts))
+    parts = [sum(sizes[start:end]) for start, end in pairwise(edges)]
+    ends = (0, *accumulate(split_parts(parts, end_bytes(model), room)))
+    return [edges[end] - edges[start] for start, end in pairwise(ends)]

@@ -35,6 +35,7 @@ from runtime.engine.gpu.graph_memory import first_graph
 from runtime.engine.gpu.links import Links
 from runtime.engine.gpu.plan_parts import Mailboxes
 from runtime.engine.gpu.settings import GPUSettings
+from runtime.engine.gpu.share import parts_of
 from runtime.engine.gpu.share_opening import ShareOpening
 from runtime.engine.gpu.shared_parts import SharedParts, shared_parts, whole_shapes
 from runtime.engine.gpu.split import (
@@ -83,7 +84,7 @@ def open_gpu_executor(
         progress.start("opening the GPU")
         proposed = [settings] if isinstance(settings, GPUSettings) else list(settings)
         opened = open_devices(
-            driver or open_driver(), proposed[0], len(model.spec.layers), resources
+            driver or open_driver(), proposed[0], len(parts_of(model.spec)), resources
         )
         gpus = [GPUFacts(device.info, device.free_bytes()) for device in opened]
         refused = partial(proposed[0].notices.add, Reason.PROFILE_REFUSED)

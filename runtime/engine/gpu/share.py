@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from runtime.models.latent_attention import LatentAttentionSpec
 from runtime.models.model import Model
+from runtime.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,29 @@ def shares_of(model: Model, counts: Sequence[int]) -> list[Share]:
     ]
 
 
-def split_layers(sizes: Sequence[int], ends: tuple[int, int], room: Sequence[float]) -> list[int]:
-    """How many layers each GPU takes, in order: at least one, its bytes in proportion to its room.
+def parts_of(spec: ModelSpec) -> list[int]:
+    """How many layers in a row no cut may part.
 
-    sizes  bytes of each layer, at least as many as there are GPUs
-    ends   bytes that stand before the first layer and behind the last one
+    What an indexer chose stays on its GPU, so the layers that read the same stay there too.
+    """
+    parts: list[int] = []
+    chooses = 0
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, LatentAttentionSpec) and mixer.reads_as_before:
+            parts[chooses:] = [sum(parts[chooses:]) + 1]
+            continue
+        if getattr(mixer, "indexer", None) is not None:
+            chooses = len(parts)
+        parts.append(1)
+    return parts
+
+
+def split_parts(sizes: Sequence[int], ends: tuple[int, int], room: Sequence[float]) -> list[int]:
+    """How many parts each GPU takes, in order: at least one, its bytes in proportion to its room.
+
+    sizes  bytes of each part, at least as many as there are GPUs
+    ends   bytes that stand before the first part and behind the last one
     room   of each GPU, in any unit, above 0
     """
     n, total, scale = len(sizes), sum(sizes) + sum(ends), sum(room)
