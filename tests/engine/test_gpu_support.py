@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,14 @@ async def test_every_layer_is_the_gpus(name: str, tmp_path: Path) -> None:
             assert all(per_layer[str(i)] >= 6 for i in range(len(model.spec.layers))), per_layer
             assert parts.exchange is None
             assert (parts.memories is not None) == (name in HOST_MEMORIES)
+
+
+@pytest.mark.parametrize(("n_ff", "lacking"), [(36, []), (37, ["products of 37 values"])])
+def test_rows_of_activations_are_aligned(n_ff: int, lacking: list[str], tmp_path: Path) -> None:
+    """Weights of floats may have any width; loads of four values from an odd one end a context."""
+    with open_model(TINY_MODELS["olmoe"]().write(tmp_path / "model.gguf")) as model:
+        layer = model.spec.layers[0]
+        block = layer.feed_forward
+        block = replace(block, n_ff=n_ff, down=replace(block.down, n_in=n_ff))
+        model.spec = replace(model.spec, layers=(replace(layer, feed_forward=block),))
+        assert obstacles(model) == lacking

@@ -34,6 +34,9 @@ from runtime.models.spec import (
 ROW_VALUES = 16
 """Rows of f32 values with nothing between them begin at multiples of 64 bytes."""
 
+LOADED_VALUES = 4
+"""Of f32 activations at once: every row of them begins at a multiple of 16 bytes."""
+
 COMPUTED: Mapping[type, tuple[str, ...]] = {
     ModelSpec: ("n_stream", "output_streams"),
     LayerSpec: ("mixer_streams", "feed_forward_streams", "memory"),
@@ -66,6 +69,9 @@ def _obstacles(model: Model) -> Iterator[str]:
         name = model.weights[tensor].format.name
         if name not in GPU_FORMATS:
             yield f"matrices of format {name}"
+    for linear in spec.linears:
+        if linear.n_in % LOADED_VALUES:
+            yield f"products of {linear.n_in} values"
     for layer in spec.layers:
         yield from _unknown_parts(layer)
         yield from _mixer_obstacles(layer.mixer)
