@@ -156,7 +156,7 @@ def _feed_forward(builder: SpecBuilder, layer: int) -> FeedForward:
     keys = builder.keys
     activation, limit = _clamp(builder, "swiglu_clamp_shexp", layer)
     if layer < keys.count("leading_dense_block_count", 0, at_least=0):
-        n_ff = keys.count("feed_forward_length")
+        n_ff = keys.count_of_layer("feed_forward_length", layer)
         return builder.dense(layer, n_ff, activation=activation, limit=limit)
     n_ff, n_shared = keys.count("expert_feed_forward_length"), keys.count("expert_shared_count", 1)
     shared = builder.dense(layer, n_shared * n_ff, "_shexp", activation, limit)

@@ -12,8 +12,11 @@ from runtime.models.spec import FeedForward, LayerSpec, ModelSpec
 
 def build(builder: SpecBuilder) -> ModelSpec:
     """The spec of a `qwen35` file."""
-    n_ff = builder.keys.count("feed_forward_length")
-    return hybrid(builder, lambda layer: builder.dense(layer, n_ff))
+
+    def dense(layer: int) -> FeedForward:
+        return builder.dense(layer, builder.keys.count_of_layer("feed_forward_length", layer))
+
+    return hybrid(builder, dense)
 
 
 def hybrid(builder: SpecBuilder, feed_forward: Callable[[int], FeedForward]) -> ModelSpec:

@@ -93,6 +93,18 @@ def test_shapes_that_files_spell_differently(
     assert spec_of(model, tmp_path) == plain
 
 
+@pytest.mark.parametrize(
+    "name", ["olmoe", "llama", "deepseek2", "glm4moe", "mimo2", "qwen35", "glm5_next"]
+)
+def test_widths_may_be_listed(name: str, tmp_path: Path) -> None:
+    model = TINY_MODELS[name]()
+    plain = spec_of(model, tmp_path)
+    key = f"{model.architecture}.feed_forward_length"
+    n_blocks = model.metadata[f"{model.architecture}.block_count"]
+    model.metadata[key] = [model.metadata[key]] * n_blocks
+    assert spec_of(model, tmp_path) == plain
+
+
 def test_attention_without_a_block_size_reads_everything(tmp_path: Path) -> None:
     model = TINY_MODELS["qwen4exp"]()
     model.tensors = [t for t in model.tensors if ".indexer." not in t.name]
