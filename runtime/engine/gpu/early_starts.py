@@ -14,6 +14,7 @@ n-1 being the one before it there, with neither the beginning nor the end of a s
   the one before such a launch does not start early: it starts when n-2 goes on, which is when all
   before n-2 has ended.
 * Others, and those with an argument `late`, may read what n-2 has made: they do not start early.
+* Nor does a launch of `COUNTING` that reads where chosen keys end, which the step chooses.
 
 Beside a mailbox's branch nothing else holds. The first launch behind its beginning or its end does
 not start early, so edges of the graph say what they said. The mailbox starts when the launch before
@@ -29,6 +30,8 @@ for a mailbox that has no place yet: what comes behind the join starts when the 
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from runtime.engine.gpu.launch_plan import LaunchPlan, Mark, PlannedLaunch
 
 FIRST = 4
@@ -43,15 +46,24 @@ CONSTANT = frozenset(
         *("mixed_input", "norm", "quantize_q8", "route"),
     )
 )
-"""Kernels that read constants, control data and what earlier steps left before they wait."""
+"""Kernels that read constants, control data and what earlier steps left before they wait; and
+`gated_rows` what the `gate_streams` in front of it reads, one of `OLDER`.
+
+`tests/engine/test_gpu_early_starts.py` finds in the texts what each launch of a plan reads so soon,
+and that no launch that may still run makes it."""
 
 OLDER = frozenset({"gate_streams.ptx", "mix_streams.ptx"})
 """Kernels that also read what launches of the step have made that are three before them or more."""
+
+COUNTING = frozenset({"attention_join.ptx", "latent_join.ptx"})
+"""Kernels that read before they wait how many keys their tokens have: up to their positions, or as
+many as a launch shortly before has chosen, which is what its argument `ends` says."""
 
 
 def early_starts(plan: LaunchPlan) -> list[bool]:
     """Of each launch of the plan, whether it may start early."""
     early = [False] * len(plan.launches)
+    chosen = {launch.arguments["ends"] for launch in plan.launches if "ends" in launch.arguments}
     if any(isinstance(node, Mark) for node in plan.nodes):  # experts are fetched
         return early
     main: list[int] = []
@@ -61,7 +73,7 @@ def early_starts(plan: LaunchPlan) -> list[bool]:
             follows = False
             continue
         if not node.side:
-            early[n] = follows and len(main) >= FIRST and _may_start(node)
+            early[n] = follows and len(main) >= FIRST and _may_start(node, chosen)
             if early[n] and node.kernel.source in OLDER:
                 early[main[-1]] = False
             main.append(n)
@@ -70,7 +82,9 @@ def early_starts(plan: LaunchPlan) -> list[bool]:
     return early
 
 
-def _may_start(launch: PlannedLaunch) -> bool:
+def _may_start(launch: PlannedLaunch, chosen: Set[float]) -> bool:
+    if launch.kernel.source in COUNTING and launch.arguments["positions"] in chosen:
+        return False
     return (
         launch.overlapped
         and not launch.arguments.get("late")
