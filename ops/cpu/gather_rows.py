@@ -110,7 +110,10 @@ def wait_for_step_before(a):
 
 @kernel_njit
 def find_rows(a, token, chosen):
-    """The token's rows, to `places`; they are on their way into the caches then."""
+    """The token's rows, to `places`; they are on their way into the caches then.
+
+    Asking for a page may wait for a disk that has much to do, so each row is a sign of life.
+    """
     context = array(a.contexts + 4 * token * a.width, a.width, np.int32)
     multipliers = array(a.multipliers, a.n_gram, np.uint64)
     sizes, offsets = array(a.sizes, a.n_heads, np.uint64), array(a.offsets, a.n_heads, np.int64)
@@ -135,6 +138,7 @@ def find_rows(a, token, chosen):
             for offset in range(0, a.row_bytes, 64):
                 prefetch(place + offset)
             prefetch(place + a.row_bytes - 1)
+            beat(a)
 
 
 @job_kernel
@@ -158,7 +162,7 @@ def gather_rows(args: int, chunk: int, worker: int) -> None:
             out = array(at + head * a.row_bytes, a.row_bytes, np.uint8)
             for i in range(a.row_bytes):
                 out[i] = row[i]
-        beat(a)
+            beat(a)  # its pages may have come from a disk
 
 
 @job_kernel

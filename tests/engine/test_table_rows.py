@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ops.cpu.gather_rows import TOKENS_A_CHUNK
+from ops.cpu.gather_rows import GATHER, TOKENS_A_CHUNK, gather_rows
+from ops.cpu.job import record
+from ops.cpu.program import address_of, aligned
 from ops.cpu.team import Team, acquire_team
 from ops.gathering import HEARTBEAT, READY, ROWS
 from ops.gpu.step_io import RING
 from runtime.cuda.device import Device
+from runtime.engine.gpu import table_rows
 from runtime.engine.gpu.results import Results
 from runtime.engine.gpu.table_rows import TableRows
 from runtime.errors import EngineBug
@@ -150,3 +157,62 @@ def test_a_worker_sleeps_until_the_last_waits_end_is_near(model: Model, device: 
     assert 0 < nap < waited < 1 << 60
     gathering.close()
     lone.end()
+
+
+def test_every_row_that_a_slow_disk_is_asked_for_is_a_sign_of_life(
+    model: Model, device: Device, team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, *3 * [ctypes.c_int64])
+    def slow_madvise(*_: int) -> int:
+        beats.append(bytes(gathering.words[HEARTBEAT:][:8]))
+        time.sleep(0.005)
+        return 0
+
+    address = ctypes.cast(slow_madvise, ctypes.c_void_p).value
+    known = table_rows.c_function
+    monkeypatch.setattr(
+        table_rows, "c_function", lambda name: address if name == "madvise" else known(name)
+    )
+    gathering = Gathering(model, device, team)
+    contexts = np.array([[7, 5, 6], [8, 7, 5]], np.int32)
+    gathering.rows.begin(1, contexts)
+    gathering.wait()
+    assert len(beats) == len(contexts) * len(gathering.memory.sizes)
+    assert len(set(beats)) == len(beats)
+    gathering.close()
+
+
+def test_every_row_that_comes_is_a_sign_of_life() -> None:
+    """Rows so long that copying one takes a few milliseconds, of a token that has eight."""
+    n_heads, row_bytes = 8, 16 << 20
+    words, state = aligned(64, np.int64), aligned(8, np.int64)
+    table, out = np.ones(row_bytes, np.uint8), mmap.mmap(-1, n_heads * row_bytes)
+    state[:] = [1, 0, 0, 0, 0, 0, 1, 0]  # step 1 of one token; the step before has ended
+    arrays = [np.array(values, np.int64) for values in ([[7, 5]], [3, 5], n_heads * [1])]
+    contexts, multipliers, sizes = arrays[0].astype(np.int32), arrays[1], arrays[2]
+    offsets, places = np.zeros(n_heads, np.int64), np.zeros(n_heads, np.int64)
+    at = address_of(state)
+    args = record(
+        GATHER, exchange=address_of(words), done=at + 56, step=at, sched_yield=0, usleep=0,
+        pace=at + 24, madvise=0, advice=0, page_bytes=mmap.PAGESIZE, contexts=address_of(contexts),
+        width=2, n_tokens=at + 48, chosen=at + 40, chosen_stride=0, ring_mask=0,
+        table=address_of(table), row_bytes=row_bytes, multipliers=address_of(multipliers),
+        sizes=address_of(sizes), offsets=address_of(offsets), n_heads=n_heads, n_gram=2,
+        end_token=0, places=address_of(places), token_bytes=n_heads * row_bytes, out_stride=0,
+        out=ctypes.addressof(ctypes.c_char.from_buffer(out)),
+    )  # fmt: skip
+    job = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])(gather_rows.address)
+    beats: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            beats.append(int(words[HEARTBEAT // 8]))
+
+    with ThreadPoolExecutor(1) as looking:
+        looking.submit(look)
+        job(address_of(args), 0, 0)
+        done.set()
+    assert len(set(beats)) > n_heads // 2
