@@ -20,6 +20,7 @@ import llvmlite.binding
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.cpu.c_functions import c_function
 from ops.cpu.job import job_kernel
 from ops.cpu.memory import call_i64, load_i64, named_place
 from ops.cpu.program import address_of, aligned
@@ -122,7 +123,7 @@ def named_bus_errors(maps: Sequence[tuple[object, int, int]]) -> Iterator[None]:
         return
     llvmlite.binding.add_symbol(_STATE_NAME, address_of(_STATE))
     for at, function in ((_WRITE, "write"), (_EXIT, "_exit"), (_SIGACTION, "sigaction")):
-        _STATE[at // 8] = _address_of(function)
+        _STATE[at // 8] = c_function(function)
     _STATE[_BEFORE // 8] = ctypes.addressof(_WATCH.before)
     _WATCH.add(maps)
     try:
@@ -143,11 +144,3 @@ def _sigaction(new: _SigAction, old: _SigAction | None) -> None:
     pointer = None if old is None else ctypes.byref(old)
     if libc.sigaction(_BUS_ERROR, ctypes.byref(new), pointer):
         raise OSError(ctypes.get_errno(), "sigaction")
-
-
-def _address_of(function: str) -> int:
-    """Address of a function of the C library."""
-    address = ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value
-    if address is None:
-        raise OSError(f"the C library has no {function}")
-    return address

@@ -7,7 +7,6 @@ that takes the machine are pinned to cores (`cores.pin_to`).  Engines share the 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import sys
@@ -18,6 +17,7 @@ from typing import Self
 import numpy as np
 
 from ops.cpu import cores, walk
+from ops.cpu.c_functions import c_function
 from ops.cpu.program import Program, address_of, aligned
 
 FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
@@ -109,15 +109,13 @@ class Team:
         walk.work(self._address, worker)
 
     def _set_constants(self) -> None:
-        libc = ctypes.CDLL(None)
         for offset, name in (
             (walk.SYSCALL, "syscall"),
             (walk.WRITE, "write"),
             (walk.USLEEP, "usleep"),
             (walk.YIELD, "sched_yield"),
         ):
-            address = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
-            self._control[offset // 8] = address or 0
+            self._control[offset // 8] = c_function(name)
         futex = FUTEX_NUMBERS.get(platform.machine(), 0) if sys.platform == "linux" else 0
         self._control[walk.FUTEX // 8] = futex
         self._control[walk.N_WORKERS // 8] = self.n_threads

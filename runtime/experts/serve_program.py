@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.arithmetic import activation_layout
+from ops.cpu.c_functions import c_function
 from ops.cpu.compiling import name_of, product_name
 from ops.cpu.expert_use import add_token, count_uses, find_swaps
 from ops.cpu.experts import FEED_FORWARD
@@ -70,7 +70,7 @@ class ServeMemory:
         n_expert = max(layer.n_expert for layer in layers)
         matmul_bytes = -(-SERVE_SCRATCH_BYTES // 64) * 64 + SCRATCH_BYTES
         self.scratch = aligned((n_workers, max(matmul_bytes, 16 * n_expert)), np.uint8)
-        self.sched_yield = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        self.sched_yield = c_function("sched_yield")
         self.missing = np.full((len(layers), n_expert), NOT_MISSING, np.int8)
         """i8[n_layers, n_expert]: 0 for the experts that the team would have to compute now."""
         n_used = max(layer.n_used for layer in layers)

@@ -6,7 +6,6 @@ before has chosen, and the rows arrive while the first layers are computed.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.cpu.c_functions import c_function
 from ops.cpu.gather_rows import GATHER, TOKENS_A_CHUNK, gather_rows, show_rows
 from ops.cpu.job import record
 from ops.cpu.posts import ABORT, EPOCH
@@ -150,15 +150,14 @@ class _RowProgram:
         width = max(table.memory.n_gram for table in tables)
         self._contexts = aligned((most, width), np.int32)
         self.begun = False
-        madvise = _libc_function("madvise")
         shared = {
             "exchange": words,
             "done": results.done_host,
             "step": address_of(self.step),
-            "sched_yield": _libc_function("sched_yield"),
-            "usleep": _libc_function("usleep"),
+            "sched_yield": c_function("sched_yield"),
+            "usleep": c_function("usleep"),
             "pace": address_of(self.pace),
-            "madvise": 0 if WANTED is None else madvise,
+            "madvise": 0 if WANTED is None else c_function("madvise"),
             "advice": WANTED or 0,
             "page_bytes": mmap.PAGESIZE,
             "contexts": address_of(self._contexts),
@@ -213,7 +212,3 @@ class _RowProgram:
             places=places,
             token_bytes=table.token_bytes,
         )
-
-
-def _libc_function(name: str) -> int:
-    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
