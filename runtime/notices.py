@@ -24,7 +24,7 @@ class Reason(StrEnum):
     SHRUNK           something is smaller than planned, because memory ran out
     UNPINNED         the GPU cannot read experts where they lie
     SLOW_LINK        a link is far slower than it should be
-    SLOW_UPLOADS     every copy of an expert is a call of the driver
+    SLOW_UPLOADS     every copy of a matrix is a call of the driver
     PROFILE_REFUSED  what was known of a model's use is not used
     FEWER_HITS       the experts on the GPU are used less than expected
     SLOW_PROMPTS     kernels for single tokens read prompts

@@ -22,6 +22,7 @@ from runtime.engine.gpu.control import Deltas
 from runtime.engine.gpu.expert_launches import GROUPED_TOKENS
 from runtime.engine.gpu.experts import empty_table
 from runtime.engine.gpu.step_shape import SMALL_BATCHES
+from runtime.engine.gpu.transfer import Refused
 from runtime.errors import OutOfDeviceMemory
 from runtime.experts.cache import ExpertCache, LayerShape, Rows
 from runtime.experts.cache_settings import CacheSettings
@@ -208,7 +209,7 @@ class CachedExperts:
         resources.callback(fetches.close)
         return fetches
 
-    def load(self, moved: Callable[[int], None]) -> int:
+    def load(self, moved: Callable[[int], None]) -> Refused:
         """Fill the slots with the policy's first experts; `moved` gets the bytes of each piece.
         Those that take too long come while the engine serves, as others do later.
 
@@ -223,7 +224,7 @@ class CachedExperts:
         ):
             self.cache.unfill(upload)
         self._slots_hold()
-        return 0
+        return Refused()
 
     def show(self, kinds: I8) -> None:
         """See `ExpertStore.show`."""

@@ -77,7 +77,8 @@ def load_first(
             for upload in several
             for offset, address, n_bytes in host.parts(upload.layer, upload.expert)
         ]
-        transfer_all(device, transfers, moved)
+        if refused := transfer_all(device, transfers, moved).batches:
+            tell(refused)
         rest = rest[len(several) :]
     return rest
 

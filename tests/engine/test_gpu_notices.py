@@ -76,18 +76,20 @@ async def test_weights_that_go_by_way_of_buffers_are_told(
         assert len(told) == refuses and all("by way of buffers" in text for text in told)
 
 
+@pytest.mark.parametrize(("held", "count"), [(ALL, 2), (SOME, 2)])
 async def test_a_driver_that_takes_no_batch_of_copies_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    held: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By those who load what is not an expert, then by those who load all experts, or some."""
     fake = bad_machine(monkeypatch, tmp_path / "cubins")
     fake.kernels = StubKernels()
     fake.fail["cuMemcpyBatchAsync"] = CUresult["CUDA_ERROR_INVALID_VALUE"]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    async with open_engine(config_of(small_model(tmp_path), moe_expert_cache=SOME)) as engine:
+    async with open_engine(config_of(small_model(tmp_path), moe_expert_cache=held)) as engine:
         async for _ in engine.generate([5, 7], params):
             pass
         told = [n for n in engine.notices.all if n.reason is Reason.SLOW_UPLOADS]
-    assert [notice.count for notice in told] == [1]
+    assert [notice.count for notice in told] == [count]
     assert "INVALID_VALUE" in told[0].text
 
 

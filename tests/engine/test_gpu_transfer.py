@@ -13,7 +13,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.driver import initialized
 from runtime.cuda.memory import DeviceBuffer, RegisteredMemory
 from runtime.engine.gpu import transfer
-from runtime.engine.gpu.transfer import Transfer, transfer_all
+from runtime.engine.gpu.transfer import Refused, Transfer, transfer_all
 from runtime.models.mapped_file import MappedFile
 from tests.support.cuda_constants import CUresult
 from tests.support.fake_driver import FakeDriver
@@ -116,9 +116,10 @@ def test_pages_that_another_has_registered_are_copied(device: Device, file: Mapp
         with DeviceBuffer(device, 16 * PAGE) as buffer:
             whole = Transfer(buffer.address, file.view(0, 12 * PAGE), mapped=True)
             refused = transfer_all(device, [whole])
-    assert refused == 4 * PAGE, "the pieces of two pages that hold one of them"
+    assert refused == Refused(4 * PAGE), "the pieces of two pages that hold one of them"
     with DeviceBuffer(device, 16 * PAGE) as buffer:
-        assert transfer_all(device, [Transfer(buffer.address, whole.data, mapped=True)]) == 0
+        again = Transfer(buffer.address, whole.data, mapped=True)
+        assert transfer_all(device, [again]) == Refused()
 
 
 def test_a_gpu_that_registers_no_files_gets_copies(

@@ -18,7 +18,7 @@ from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
 from runtime.engine.gpu.control import NO_DELTAS, Deltas
 from runtime.engine.gpu.plan_parts import Fetches
-from runtime.engine.gpu.transfer import transfer_all, transfer_of
+from runtime.engine.gpu.transfer import Refused, transfer_all, transfer_of
 from runtime.experts.totals import ExpertTotals, StepUse
 from runtime.models.model import Model
 from runtime.models.spec import Linear, ModelSpec, MoeSpec
@@ -84,9 +84,8 @@ class ExpertStore(StepExperts, Protocol):
     @property
     def n_bytes(self) -> int: ...
 
-    def load(self, moved: Callable[[int], None]) -> int:
-        """Move what the GPU begins with there; `moved` gets the bytes of each piece.  Returns how
-        many bytes of the file's map the driver would not register."""
+    def load(self, moved: Callable[[int], None]) -> Refused:
+        """Move what the GPU begins with there; `moved` gets the bytes of each piece."""
         ...
 
     def table(self) -> U64:
@@ -155,7 +154,7 @@ class ResidentExperts:
         self.n_bytes = end
         self._buffer = DeviceBuffer(device, max(end, 1), "experts")
 
-    def load(self, moved: Callable[[int], None]) -> int:
+    def load(self, moved: Callable[[int], None]) -> Refused:
         """Move everything to the GPU; see `WeightMemory.load`."""
         transfers = [
             transfer_of(self._buffer.address + offset, self._model.weights[name])

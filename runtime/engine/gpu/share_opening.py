@@ -28,7 +28,7 @@ from runtime.engine.gpu.share_plan import SharePlan, runs_overlapped
 from runtime.engine.gpu.state_slots import StateMemory
 from runtime.engine.gpu.step_graph import StepPlanner
 from runtime.engine.gpu.step_shape import StepShape
-from runtime.engine.gpu.transfer import Transfer, flat, transfer_all
+from runtime.engine.gpu.transfer import Refused, Transfer, flat, transfer_all
 from runtime.engine.gpu.weights import WeightMemory
 from runtime.notices import Reason
 
@@ -133,19 +133,22 @@ class ShareOpening:
 
         Raises: PinningFailed, CudaError; what `moved` raises.
         """
-        self._tell_copied(self.weights.load(moved))
+        self._tell_refused(self.weights.load(moved))
 
     def load_experts(self, moved: Callable[[int], None]) -> None:
         """Move those experts to the GPU that it is to hold; raises the same."""
-        self._tell_copied(self.experts.load(moved))
+        self._tell_refused(self.experts.load(moved))
 
-    def _tell_copied(self, n_bytes: int) -> None:
-        if n_bytes:
-            self.planned.settings.notices.add(
+    def _tell_refused(self, refused: Refused) -> None:
+        notices, name = self.planned.settings.notices, self.device.info.name
+        if refused.pages_bytes:
+            notices.add(
                 Reason.UNPINNED,
-                f"{n_bytes / 2**30:.1f} GiB of weights went to {self.device.info.name} by way of "
+                f"{refused.pages_bytes / 2**30:.1f} GiB of weights went to {name} by way of "
                 "buffers, slower: the driver would not register the file's pages",
             )
+        if refused.batches:
+            notices.add(Reason.SLOW_UPLOADS, refused.batches)
 
     def plan(
         self,

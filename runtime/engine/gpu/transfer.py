@@ -61,6 +61,18 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """What the driver would not do, so that bytes travelled in a slower way.
+
+    pages_bytes  of a map whose pages it did not register: they went by way of buffers
+    batches      why it did not take many copies by one call; empty: it did
+    """
+
+    pages_bytes: int = 0
+    batches: str = ""
+
+
+@dataclass(frozen=True)
 class _Load:
     """What travels together; all of it lies in `pages`, if those are to be registered."""
 
@@ -74,16 +86,15 @@ class _Load:
 
 def transfer_all(
     device: Device, transfers: Sequence[Transfer], moved: Callable[[int], object] = int
-) -> int:
+) -> Refused:
     """Carry out all of them.  `moved` gets the bytes of each piece, on the caller's thread.
 
-    Returns how many bytes of a map the driver would not register: they went by way of buffers.
     Raises: PinningFailed, CudaError; whatever `moved` raises.
     """
     registers = device.info.registers_host and device.info.registers_read_only
     loads = _loads([t for t in transfers if len(t.data)], maps=registers)
     if not loads:
-        return 0
+        return Refused()
     with ExitStack() as resources:
         carrier = _Carrier(device, min(max(load.n_bytes for load in loads), STAGE_BYTES), resources)
         threads = ThreadPoolExecutor(min(THREADS, len(loads)), thread_name_prefix="loading")
@@ -94,7 +105,7 @@ def transfer_all(
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
-    return carrier.refused_bytes
+    return carrier.refused
 
 
 def transfer_of(address: int, weight: Weight) -> Transfer:
@@ -117,11 +128,12 @@ class _Carrier:
     def __init__(self, device: Device, stage_bytes: int, resources: ExitStack) -> None:
         self._device, self._stage_bytes, self._resources = device, stage_bytes, resources
         self._own = local()
-        self._refused: list[int] = []
+        self._refused_pages: list[int] = []
+        self._refused_batches: list[str] = []
 
     @property
-    def refused_bytes(self) -> int:
-        return sum(self._refused)
+    def refused(self) -> Refused:
+        return Refused(sum(self._refused_pages), next(iter(self._refused_batches), ""))
 
     def carry(self, load: _Load) -> int:
         """Its bytes.  Raises: PinningFailed, CudaError."""
@@ -132,7 +144,7 @@ class _Carrier:
     def _carry(self, load: _Load) -> None:
         if not hasattr(self._own, "stream"):
             self._own.stream = self._resources.enter_context(Stream(self._device, "loading"))
-            self._own.copies = CopyBatch(self._own.stream)
+            self._own.copies = CopyBatch(self._own.stream, tell=self._refused_batches.append)
         if load.pages is None or not self._carry_pages(load, load.pages):
             for part in _stage_loads(load.transfers, self._stage_bytes):
                 self._carry_copies(part.transfers)
@@ -146,7 +158,7 @@ class _Carrier:
                 self._device, bytes_at(start, end - start), "loading", read_only=True
             )
         except PinningFailed:
-            self._refused.append(load.n_bytes)
+            self._refused_pages.append(load.n_bytes)
             return False
         with registered:
             self._send(load.transfers, [transfer.span[0] for transfer in load.transfers])

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.cuda.device import Device
 from runtime.cuda.memory import DeviceBuffer, slot_bytes
-from runtime.engine.gpu.transfer import Transfer, flat, transfer_all, transfer_of
+from runtime.engine.gpu.transfer import Refused, Transfer, flat, transfer_all, transfer_of
 from runtime.models.model import Model
 from runtime.models.spec import Linear, ModelSpec, MoeSpec
 
@@ -102,7 +102,7 @@ class WeightMemory(DeviceWeights):
         self._buffer = DeviceBuffer(device, max(self.n_bytes, 1), "weights")
         self._base = self._buffer.address
 
-    def load(self, moved: Callable[[int], None]) -> int:
+    def load(self, moved: Callable[[int], None]) -> Refused:
         """Move everything to the GPU; `moved` gets the bytes of each piece.  See `transfer_all`.
 
         Raises: PinningFailed, CudaError; whatever `moved` raises.
