@@ -55,7 +55,9 @@ async def _first(stopped: asyncio.Event, service: Service) -> None:
 
 async def _tell_ready(service: Service, addresses: tuple[str, ...]) -> None:
     await service.attached.wait()
-    gc.freeze()  # what the start has made stays: looks for garbage, which halt steps, leave it out
+    # What the start has made stays: looks for garbage, which halt steps, leave it out. Not looked
+    # for first: 317 of 115,000 objects were garbage, no measurable memory, for 50 to 190 ms.
+    gc.freeze()
     facts = service.engine.describe()
     facts.pop("plan", None)  # it was told in lines of its own
     logger.info("engine: %s", ", ".join(f"{name} {value}" for name, value in facts.items()))
