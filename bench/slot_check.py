@@ -92,7 +92,9 @@ class SlotCheck:
 
     async def some(self, engine: runtime.Engine, n: int, rng: random.Random) -> tuple[int, int]:
         """Compare up to n random experts between two steps; how many, and how many differ."""
-        return await engine._steps.between_steps(lambda: asyncio.to_thread(self._some, n, rng))
+        return await engine._steps.between_steps.result_of(
+            lambda: asyncio.to_thread(self._some, n, rng)
+        )
 
     def _some(self, n: int, rng: random.Random) -> tuple[int, int]:
         table = self._store.table().reshape(-1, self._rows, 4)

@@ -324,7 +324,7 @@ class Engine:
         if not isinstance(executor, ResizableExecutor):
             raise ConfigError("vram: no GPU computes this model")
         limit = None if vram is None else int(vram * 2**30)
-        return await self._steps.between_steps(lambda: executor.resize(limit))
+        return await self._steps.between_steps.result_of(lambda: executor.resize(limit))
 
     async def save_slot(self, slot: int) -> tuple[bytes, int]:
         """An image of the tokens and KV pages of the slot's last sequence, and how many tokens it

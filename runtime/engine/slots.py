@@ -66,7 +66,7 @@ class Slots:
 
             return await self._steps.off_loop(copy)
 
-        image = await self._steps.between_steps(copy_out)
+        image = await self._steps.between_steps.result_of(copy_out)
         return await self._steps.off_loop(image.to_bytes), len(image.tokens)
 
     async def restore(self, slot: int, data: bytes) -> int:
@@ -92,7 +92,7 @@ class Slots:
 
             await self._steps.off_loop(load)
 
-        await self._steps.between_steps(copy_in)
+        await self._steps.between_steps.result_of(copy_in)
         self._restored[slot] = (self._steps.slots.get(slot), image.tokens)
         return len(image.tokens)
 
@@ -105,7 +105,7 @@ class Slots:
                 self._states.forget(tokens, self._kv.chain_of(tokens))
             return self._kv.forget(tokens)
 
-        return await self._steps.between_steps(forget)
+        return await self._steps.between_steps.result_of(forget)
 
     @property
     def _states(self) -> StateCache | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from runtime.engine.answer import Answer
+from runtime.engine.between_steps import BetweenSteps
 from runtime.engine.candidate_sampler import CandidateSampler
 from runtime.engine.choosing import choose, choose_chosen
 from runtime.engine.executor import Executor, SamplingExecutor, StepInFlight
@@ -58,9 +58,8 @@ class StepLoop:
         self._helper = helper
         self._answers: dict[Sequence, Answer] = {}
         self._cancelled: list[Sequence] = []
-        self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
-        self._awaited: set[asyncio.Future[Any]] = set()  # whoever waits for a job
         self._wake = asyncio.Event()
+        self.between_steps = BetweenSteps(self._wake.set)
         self._idler = Idler(executor)
 
     def submit(self, answer: Answer) -> None:
@@ -77,30 +76,6 @@ class StepLoop:
             self._cancelled.append(sequence)
             self._wake.set()
 
-    async def between_steps(self, job: Callable[[], Awaitable[T]]) -> T:
-        """Run `job` while no step is in flight."""
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        async def run() -> None:
-            if done.done():
-                return  # nobody waits any more
-            try:
-                result = await job()
-            except EngineError as error:
-                if not done.done():
-                    done.set_exception(error)
-            else:
-                if not done.done():
-                    done.set_result(result)
-
-        self._awaited.add(done)
-        self._jobs.append(run)
-        self._wake.set()
-        try:
-            return await done
-        finally:
-            self._awaited.discard(done)
-
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run `work` on the helper thread."""
         return await asyncio.get_running_loop().run_in_executor(self._helper, work)
@@ -111,21 +86,18 @@ class StepLoop:
             answer.channel.put(error)
         self._answers.clear()
         self._cancelled.clear()
-        for waiting in self._awaited:
-            if not waiting.done():
-                waiting.set_exception(error)
+        self.between_steps.fail_all(error)
 
     async def run_forever(self) -> None:
         """Step while there is work, sleep while there is none."""
         while True:
-            while self._jobs:
-                await self._jobs.popleft()()
+            await self.between_steps.run_all()
             self._end_cancelled()
             plan = self.scheduler.next_step()
             if plan.step is not None:
                 # Callers read the tokens of one step while the next one is computed.
                 await self._perform(plan, plan.step)
-            elif not self._jobs:
+            elif not self.between_steps:
                 self._wake.clear()
                 await self._idler.until(self._wake)
                 if self.profiler is not None:
@@ -235,7 +207,7 @@ class StepLoop:
         A new request, a cancelled one, work between steps, or a sampler that looks at the tokens
         before: then the host decides what comes next, when the step has ended.
         """
-        if not executor.runs_ahead or self._jobs or self._cancelled:
+        if not executor.runs_ahead or self.between_steps or self._cancelled:
             return None
         ahead = self.scheduler.following(plan, self._ends_next, self._work_ahead)
         if ahead is None or ahead.step is None or not executor.samples(ahead.step):

@@ -17,7 +17,7 @@ import pytest
 
 from ops.gpu.mailbox import PATIENCE_NS
 from runtime.engine.engine import Engine
-from runtime.engine.gpu import executor as executor_file
+from runtime.engine.gpu import step_ends
 from runtime.engine.gpu.captured_steps import CapturedStep
 from runtime.engine.gpu.executor import GPUExecutor
 from runtime.engine.open_engine import open_engine
@@ -232,7 +232,7 @@ def impatient_after(gpu: BadDriver, n_steps: int) -> None:
 
 
 def test_the_host_waits_longer_than_the_gpu_does_for_the_cpu() -> None:
-    assert executor_file.STALLED_SECONDS > 1.5 * PATIENCE_NS / 1e9
+    assert step_ends.STALLED_SECONDS > 1.5 * PATIENCE_NS / 1e9
 
 
 @pytest.mark.parametrize("usual", [0.0, 1e-4], ids=["a first step", "a known one"])
@@ -241,7 +241,7 @@ async def test_a_stuck_worker_is_waited_for(
 ) -> None:
     """Its step fails as stalled once it goes on, and the workers serve the next: however long the
     GPU's steps take otherwise."""
-    monkeypatch.setattr(executor_file, "STALLED_SECONDS", 0.01)
+    monkeypatch.setattr(step_ends, "STALLED_SECONDS", 0.01)
     go_on = threading.Event()
     waits = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(
         lambda *args: (go_on.wait(), None)[1]
@@ -296,8 +296,8 @@ async def test_a_chunk_that_no_worker_computes_fails_its_request(
 async def test_a_step_without_an_end_ends_the_engine(
     path: Path, gpu: BadDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_file, "STALLED_SECONDS", 0.02)
-    monkeypatch.setattr(executor_file, "UNKNOWN_SECONDS", 0.02)
+    monkeypatch.setattr(step_ends, "STALLED_SECONDS", 0.02)
+    monkeypatch.setattr(step_ends, "UNKNOWN_SECONDS", 0.02)
     with pytest.raises(DeviceStalled, match="did not end its work within"):
         async with asyncio.timeout(LIMIT), open_engine(config_of(path)) as engine:
             gpu._get("stream", stream_of(engine)).held = True

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ops.exchange import HEARTBEAT
-from runtime.engine.gpu import executor as executor_file
+from runtime.engine.gpu import step_ends
 from runtime.engine.gpu.executor import GPUExecutor
-from runtime.engine.gpu.flight import has_reached, patiently
+from runtime.engine.gpu.step_ends import has_reached, patiently
 from runtime.engine.open_engine import open_engine
 from runtime.engine.params import SamplingParams
 from runtime.errors import DeviceStalled, ExchangeStalled
@@ -102,7 +102,7 @@ async def test_workers_that_take_long_but_show_life_are_waited_for(
 ) -> None:
     """As where experts come from a slow disk: several times longer than a step may take."""
     for name in ("STALLED_SECONDS", "UNKNOWN_SECONDS"):
-        monkeypatch.setattr(executor_file, name, 0.001)
+        monkeypatch.setattr(step_ends, name, 0.001)
     gpu = bad_machine(monkeypatch, tmp_path)
     n_looks = 0
 

@@ -105,10 +105,10 @@ async def test_tokens_are_forced_while_steps_run_ahead(
         text = recorded_ids(12, run.limits.n_vocab)
         flight = await executor.begin(run._forcing(text, 0, follows=False))
         assert not begun
-        ended, executor._ended = executor._ended, lambda epoch: lambda: False
+        ended, executor._ends.of = executor._ends.of, lambda epoch: lambda: False
         with pytest.raises(TimeoutError):  # the step still runs, as far as the loop knows
             await asyncio.wait_for(flight.result(), 0.01)
-        executor._ended = ended
+        executor._ends.of = ended
         await flight.result()
         assert begun == ["decided"]
         timed = await run.run_ahead(text, 1, 1 + N_TOKENS)

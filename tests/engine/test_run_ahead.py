@@ -52,7 +52,7 @@ async def settled(engine: runtime.Engine) -> None:
     async def nothing() -> None:
         pass
 
-    await engine._steps.between_steps(nothing)
+    await engine._steps.between_steps.result_of(nothing)
 
 
 async def plain(prompt: str | list[int], params: runtime.SamplingParams, **options: Any) -> Any:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from ops.gpu.step_io import RING
-from runtime.cuda.completion import reached
 from runtime.engine.closing import CLOSING_SECONDS, close_within
 from runtime.engine.executor import ExecutorLimits, StepInFlight
-from runtime.engine.gpu.flight import Flight, Uses, has_reached, patiently
+from runtime.engine.gpu.flight import Flight, Uses
 from runtime.engine.gpu.gpu_parts import Exchange, GPUParts, States
 from runtime.engine.gpu.gpu_plan import GPUPlan
 from runtime.engine.gpu.graph_memory import graph_of, smaller_steps
 from runtime.engine.gpu.joined_parts import in_parts
 from runtime.engine.gpu.step_check import StepCheck
+from runtime.engine.gpu.step_ends import StepEnds
 from runtime.engine.gpu.step_shape import MAX_OUTPUTS, Sampling, part_of, parts_of
 from runtime.engine.gpu.step_watch import StepWatch
 from runtime.engine.gpu.warm_up import WarmUp
@@ -37,19 +35,8 @@ from runtime.experts.recording import RoutingRecorder
 from runtime.experts.totals import ExpertTotals
 from runtime.profiling.record import StepTimes
 
-STALLED_SECONDS = 4.0
-"""Without an end this long after the expected one, a step counts as stalled.  More than the GPU's
-own patience with the CPU: the step it gives up on ends."""
-
-UNKNOWN_SECONDS = 30.0
-"""How long the first step of a shape may take."""
-LATE_WORKER_SECONDS = 30.0
-"""How long the CPU's workers may take after the GPU has ended a step without them."""
-
 MAX_IN_FLIGHT = 2
 """Steps: one runs, one waits, so that the GPU never does."""
-SOON = 1e-6
-"""Seconds, where a step ought to have ended already."""
 NO_LOGITS = np.empty((MAX_OUTPUTS, 0), np.float32)
 
 
@@ -85,6 +72,7 @@ class GPUExecutor:
         self.timed = False
         self._times: list[StepTimes] = []
         self.layers_computed = {"gpu": 0, "cpu": 0}
+        self._ends = StepEnds(parts)
         self._watch = None if parts.exchange is None else StepWatch(parts)
         self.warm_up = WarmUp(parts)
 
@@ -321,14 +309,11 @@ class GPUExecutor:
         """Wait for a step and those before it.  Raises: as `_until_idle`."""
         while flight in self._flights:
             first = self._flights[0]
-            usual = first.captured.seconds
-            if self._undecided and not self._ended(first.epoch)():
+            if self._undecided and not self._ends.of(first.epoch)():
                 self._undecided = False
                 self._parts.experts.while_running()
-            rest = max(usual - (time.perf_counter() - first.began), SOON) if usual else 0.0
             try:
-                limit = STALLED_SECONDS + (10 * usual or UNKNOWN_SECONDS)
-                await self._until_reached(first.epoch, rest, limit)
+                await self._ends.until(first, self._last or first)
             except (DeviceError, EngineBug):
                 self._given_up = True
                 if self._parts.links is not None:
@@ -336,15 +321,6 @@ class GPUExecutor:
                 raise
             if self._flights and self._flights[0] is first:
                 self._retire()
-
-    async def _until_reached(self, epoch: int, expected: float, limit: float) -> None:
-        ended, done = self._ended(epoch), self._parts.results.done
-        wait = partial(reached, ended, check=self._check_device)
-        while_at_work = partial(wait, expected=expected, limit=limit)
-        if not await patiently(
-            while_at_work, lambda: has_reached(int(done[0]), epoch), self._parts.exchange
-        ):  # The GPU gave up on a worker that is still at it: no other step can have the workers.
-            await wait(limit=LATE_WORKER_SECONDS)
 
     def _retire(self) -> None:
         """The first step in flight has ended."""
@@ -368,24 +344,6 @@ class GPUExecutor:
         """The experts that the step used, i32[n_moe_layers, n_tokens, n_used]."""
         results = self._parts.results.choices[flight.epoch % RING]
         return flight.captured.choices(results)[:, : flight.step.n_tokens]
-
-    def _ended(self, epoch: int) -> Callable[[], bool]:
-        parts, done = self._parts, self._parts.results.done
-        others = [party.ended for party in (parts.exchange, parts.memories) if party is not None]
-
-        def ended() -> bool:
-            return has_reached(int(done[0]), epoch) and all(has(epoch) for has in others)
-
-        if (links := parts.links) is None:
-            return ended
-        return lambda: links.ended(epoch) and ended()  # each look is a sign of life
-
-    def _check_device(self) -> None:
-        """Raises: DeviceLost; EngineBug where the GPU is idle and a step has no end."""
-        if self._last is None or not self._parts.stream.idle():
-            return
-        if not has_reached(int(self._parts.results.done[0]), self._last.epoch):
-            raise EngineBug("a step ended on the GPU without a report")
 
     def _held_states(self) -> States:
         if self._parts.states is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from runtime.engine.gpu.gpu_parts import Exchange
 from runtime.engine.gpu.graph_times import read_all
 from runtime.engine.gpu.links import Links
 from runtime.engine.step import Step
-from runtime.errors import ComputeError, DeviceStalled
+from runtime.errors import ComputeError
 from runtime.experts.totals import StepUse
 from runtime.profiling.record import Part, Span, StepTimes
 
@@ -73,29 +73,3 @@ def team_spans(layers: list[list[float]]) -> Iterator[Span]:
     for posted, served in layers:
         if served - posted > LEAST_SECONDS:
             yield Span("CPU team", Part.MISSES, posted, served - posted)
-
-
-async def patiently(
-    wait: Callable[[], Awaitable[None]], gpu_ended: Callable[[], bool], exchange: Exchange | None
-) -> bool:
-    """`wait` for a step's end, anew as long as the team is at work on what the GPU misses; False
-    where the GPU has ended the step and the team has not.
-
-    Raises: whatever `wait` does; DeviceStalled where nobody is at work any more.
-    """
-    work = 0
-    while True:
-        try:
-            await wait()
-            return True
-        except DeviceStalled:
-            if gpu_ended():
-                return False
-            before, work = work, 0 if exchange is None else exchange.at_work
-            if work in (0, before):
-                raise
-
-
-def has_reached(done: int, epoch: int) -> bool:
-    """Whether the step `epoch` is at or before the step `done`; both wrap at 2^32."""
-    return (done - epoch) & 0xFFFFFFFF < 1 << 31
