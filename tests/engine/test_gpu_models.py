@@ -133,8 +133,26 @@ async def test_a_card_with_little_shared_memory_says_so(tmp_path: Path) -> None:
     fake = FakeDriver(memory_bytes=1 << 30)
     fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 64 << 10
     with open_model(wide_latents().write(tmp_path / "model.gguf")) as model:
-        with pytest.raises(DeviceUnavailable, match="attention takes 119 KiB of shared memory"):
+        with pytest.raises(DeviceUnavailable, match=r"attention takes 119 KiB of .*: device cpu"):
             async with executor_of(model, tmp_path, fake, **F16):
+                pass
+        assert fake.live == {}
+
+
+@pytest.mark.parametrize(("types", "kib"), [(("f32", "f32"), 316), (("f32", "f16"), 252)])
+async def test_wide_latents_in_f32_are_refused_by_name(
+    types: tuple[str, str], kib: int, tmp_path: Path
+) -> None:
+    keys, values = types
+    message = (
+        f"attention takes {kib} KiB of shared memory for this model with cache_type_k {keys} and "
+        f"cache_type_v {values}, Fake GPU 0 has 227 KiB for a block: f16 for these takes less, and "
+        "device cpu takes any"
+    )
+    fake = FakeDriver(memory_bytes=1 << 30)
+    with open_model(wide_latents().write(tmp_path / "model.gguf")) as model:
+        with pytest.raises(DeviceUnavailable, match=message):
+            async with executor_of(model, tmp_path, fake, cache_type_k=keys, cache_type_v=values):
                 pass
         assert fake.live == {}
 

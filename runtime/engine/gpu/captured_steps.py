@@ -107,13 +107,15 @@ class Needs:
     kernels: dict[KernelKey, Kernel] = field(default_factory=dict)
     slow_prompts: set[str] = field(default_factory=set)
 
-    def check(self, gpu: DeviceInfo) -> None:
+    def check(self, gpu: DeviceInfo, cache_types: tuple[str, str]) -> None:
         """Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor."""
         if self.shared_bytes > gpu.block_shared_bytes:
-            name = self.largest_block.split(".")[-1]
+            name, (keys, values) = self.largest_block.split(".")[-1], cache_types
+            smaller = "f16 for these takes less, and " if "f32" in cache_types else ""
             raise DeviceUnavailable(
-                f"{name} takes {self.shared_bytes >> 10} KiB of shared memory for this model and "
-                f"cache type, {gpu.name} has {gpu.block_shared_bytes >> 10} KiB for a block"
+                f"{name} takes {self.shared_bytes >> 10} KiB of shared memory for this model with "
+                f"cache_type_k {keys} and cache_type_v {values}, {gpu.name} has "
+                f"{gpu.block_shared_bytes >> 10} KiB for a block: {smaller}device cpu takes any"
             )
 
 

@@ -97,7 +97,7 @@ class SharePlan:
             overlapped=runs_overlapped(self.gpu),
         )
         needs = needs_of(planner, list(shapes))
-        needs.check(self.gpu.info)
+        needs.check(self.gpu.info, self.pages.sizes.cache_types)
         self.activation_bytes = needs.room_bytes
         if any(neighbours):
             most = max(shape.n_tokens for shape in shapes)
