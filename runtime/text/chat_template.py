@@ -136,6 +136,10 @@ class ChatTemplate:
         )
         return _up_to_mark(text) if continue_final_message else text
 
+    def source_with(self, tools: object) -> str:
+        """The jinja text that `render` uses with these tools."""
+        return self._tool_use.source if tools and self._tool_use is not None else self.source
+
     @cached_property
     def capabilities(self) -> Capabilities:
         """What the template can express, found by rendering small conversations."""

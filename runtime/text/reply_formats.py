@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +27,41 @@ TOOL_CALL = ("<tool_call>", "</tool_call>")
 DEEPSEEK_CALLS = (deepseek_marker("tool calls begin"), deepseek_marker("tool calls end"))
 KIMI_CALLS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
-_CALLS: tuple[tuple[str, tuple[str, str], Reader], ...] = (
-    (DEEPSEEK_CALLS[0], DEEPSEEK_CALLS, read_deepseek),
-    (KIMI_CALLS[0], KIMI_CALLS, read_kimi),
-    ("<arg_key>", TOOL_CALL, first_of(read_argument_tags, read_json)),
-    ("<function=", TOOL_CALL, first_of(read_function_tags, read_json)),
-    (TOOL_CALL[0], TOOL_CALL, first_of(read_json, read_function_tags)),
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls are written.
+
+    mark     what a template contains that asks for them so
+    tags     the markers of a block of calls
+    read     how the text of a block is read
+    no_call  what it cannot begin with
+    bare     what of a function's name begins a block whose opening marker is left out
+    """
+
+    mark: str
+    tags: tuple[str, str]
+    read: Reader
+    no_call: str
+    bare: str | None = None
+
+
+_NO_MARKER = r"\s*[^\s<]"
+_NO_NAME = r"\s*[^\s<{\[]+\s+[^\s<]"
+_NO_TAG = r"\s*[^\s<{\[]"
+_CALLS = (
+    CallFormat(DEEPSEEK_CALLS[0], DEEPSEEK_CALLS, read_deepseek, _NO_MARKER),
+    CallFormat(KIMI_CALLS[0], KIMI_CALLS, read_kimi, _NO_MARKER),
+    CallFormat("<arg_key>", TOOL_CALL, first_of(read_argument_tags, read_json), _NO_NAME),
+    CallFormat(
+        "<function=",
+        TOOL_CALL,
+        first_of(read_function_tags, read_json),
+        _NO_TAG,
+        bare="<function={}>",
+    ),
+    CallFormat(TOOL_CALL[0], TOOL_CALL, first_of(read_json, read_function_tags), _NO_TAG),
 )
-"""(what a template contains, the markers of a block of calls, how its text is read)."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +70,12 @@ class ReplyFormat:
 
     harmony        messages with headers; else tags
     think          markers of reasoning, None where the template knows none
-    calls          markers and reader of tool calls, None likewise
+    calls          how tool calls are written, None likewise
     """
 
     harmony: bool
     think: tuple[str, str] | None
-    calls: tuple[tuple[str, str], Reader] | None
+    calls: CallFormat | None
 
     @property
     def is_plain(self) -> bool:
@@ -68,16 +96,22 @@ class ReplyFormat:
         reasoning   whether reasoning is told apart
         """
         if self.harmony:
-            return HarmonyParser(calls=bool(tools))
-        think = self.think if reasoning else None
-        call, read = self.calls if self.calls and tools else (None, None)
+            return HarmonyParser(prompt_end, calls=bool(tools), reasoning=reasoning)
         schemas = schemas_of(tools)
-        markup = (
-            TagMarkup(think, call)
-            if read is None
-            else TagMarkup(think, call, partial(_read, read, schemas))
-        )
-        inside = think is not None and prompt_end.rstrip().endswith(think[0])
+        inside = self.think is not None and prompt_end.rstrip().endswith(self.think[0])
+        if self.calls is None or not tools:
+            markup = TagMarkup(self.think, None, tells=reasoning)
+        else:
+            # Models that do not think leave out the marker at times.
+            bare = self.calls.bare if self.think is None else None
+            markup = TagMarkup(
+                self.think,
+                self.calls.tags,
+                partial(_read, self.calls.read, schemas),
+                re.compile(self.calls.no_call),
+                tuple(map(bare.format, schemas)) if bare else (),
+                tells=reasoning,
+            )
         return TagParser(markup, thinking=inside)
 
 
@@ -85,7 +119,7 @@ def reply_format(template: str) -> ReplyFormat:
     """The format that goes with a chat template's source."""
     if "<|channel|>" in template and "<|message|>" in template:
         return ReplyFormat(True, None, None)
-    calls = next(((tags, read) for mark, tags, read in _CALLS if mark in template), None)
+    calls = next((calls for calls in _CALLS if calls.mark in template), None)
     return ReplyFormat(False, THINK if THINK[1] in template else None, calls)
 
 

@@ -6,6 +6,7 @@ to the marker.  The parts do not depend on how the answer was cut into pieces.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -38,6 +39,8 @@ class ToolCall:
 
 Part = Content | Reasoning | ToolCall
 
+_NOTHING = re.compile(r"(?!)")
+
 
 class ReplyParser(Protocol):
     """Parts of one answer, as far as its text has come."""
@@ -57,12 +60,18 @@ class TagMarkup:
 
     think       opening and closing marker of reasoning; None: not looked for
     call        of a block of tool calls; None: not looked for
-    read_calls  the calls in a block, or None where it is not well-formed (yet)
+    read_calls  the calls in a block; empty where more text may complete it, None where none can
+    no_call     what a block of calls cannot begin with
+    bare        what may begin a block without its opening marker, and is part of it
+    tells       whether reasoning comes out as such, else as text with its markers
     """
 
     think: tuple[str, str] | None
     call: tuple[str, str] | None
     read_calls: Callable[[str], Sequence[ToolCall] | None] = lambda body: None
+    no_call: re.Pattern[str] = _NOTHING
+    bare: tuple[str, ...] = ()
+    tells: bool = True
 
 
 class _Mode(Enum):
@@ -71,15 +80,38 @@ class _Mode(Enum):
     CALL = auto()
 
 
+@dataclass
+class _Block:
+    """A block of calls that has begun.
+
+    opening  white space and the marker in front of it
+    lead     what of the marker is part of the block
+    search   where in the text after the marker its end may begin
+    inside   what it interrupted, text or reasoning
+    """
+
+    opening: str
+    lead: str
+    inside: _Mode
+    search: int = 0
+
+
 class TagParser:
-    """The `ReplyParser` of a `TagMarkup`; `thinking`: the prompt ended inside of reasoning."""
+    """The `ReplyParser` of a `TagMarkup`; `thinking`: the prompt ended inside of reasoning.
+
+    Reasoning may talk about calls: a call inside of it is one only where nothing but calls follows,
+    since some models call without ending their reasoning.
+    """
 
     def __init__(self, markup: TagMarkup, *, thinking: bool = False) -> None:
         self._markup = markup
         self._mode = _Mode.THINKING if thinking and markup.think else _Mode.TEXT
         self._held = ""  # a marker's beginning, white space before one, or a block of calls
-        self._after_marker = self._mode is _Mode.THINKING  # and nothing but white space since
-        self._search = 0  # where in a block of calls its end may begin
+        # Whether nothing but white space has come since a marker:
+        self._after_marker = self._mode is _Mode.THINKING and markup.tells
+        self._block = _Block("", "", _Mode.TEXT)
+        self._thought_calls: list[ToolCall] = []  # of the end of the reasoning so far
+        self._thought_text = ""  # the same as text
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -89,11 +121,18 @@ class TagParser:
         return parts
 
     def end(self) -> list[Part]:
-        held, self._held = self._held, ""
-        if self._mode is _Mode.CALL and self._markup.call is not None:
-            calls = self._markup.read_calls(held)
-            return [*calls] if calls else [Content(self._markup.call[0] + held)]
         parts: list[Part] = []
+        while self._mode is _Mode.CALL:  # the end of its marker is missing
+            calls = self._markup.read_calls(self._block.lead + self._held)
+            if calls:
+                self._take(calls, len(self._held), parts)
+            else:
+                self._refuse(parts)
+            while self._step(parts):
+                pass
+        if self._thought_calls:
+            return [*parts, *self._thought_calls]
+        held, self._held = self._held, ""
         self._emit(held, parts)
         return parts
 
@@ -103,50 +142,78 @@ class TagParser:
             return self._end_call(self._markup.call[1], parts)
         marker, at = _first(self._held, self._markers())
         before = self._held[:at].rstrip()
-        self._emit(before, parts)
+        space = self._held[len(before) : at]
         if marker is None:
+            self._emit(before, parts)
             self._held = self._held[len(before) :]
             return False
         self._held = self._held[at + len(marker) :]
-        self._after_marker = True
-        self._mode = self._mode_after(marker)
+        if marker not in (self._markup.think or ()):
+            self._emit(before, parts)
+            lead = marker if marker in self._markup.bare else ""
+            self._block = _Block(space + marker, lead, self._mode)
+            self._mode = _Mode.CALL
+            return True
+        self._emit(before if self._markup.tells else before + space + marker, parts)
+        self._flush_thought(parts)
+        self._after_marker = self._markup.tells
+        self._mode = _Mode.TEXT if self._mode is _Mode.THINKING else _Mode.THINKING
         return True
 
     def _markers(self) -> list[str]:
-        think, call = self._markup.think, self._markup.call
+        think, call, bare = self._markup.think, self._markup.call, self._markup.bare
         if self._mode is _Mode.THINKING:
-            return [think[1]] if think else []
-        return [pair[0] for pair in (think, call) if pair]
-
-    def _mode_after(self, marker: str) -> _Mode:
-        think = self._markup.think
-        if self._mode is _Mode.THINKING:
-            return _Mode.TEXT
-        if think and marker == think[0]:
-            return _Mode.THINKING
-        self._search = 0
-        return _Mode.CALL
+            return [pair[i] for pair, i in ((think, 1), (call, 0)) if pair]
+        return [*(pair[0] for pair in (think, call) if pair), *bare]
 
     def _end_call(self, closing: str, parts: list[Part]) -> bool:
         """The calls of a block whose end has come; a marker inside of a value does not end it."""
-        at = self._held.find(closing, self._search)
-        if at < 0:
-            self._search = max(self._search, len(self._held) - len(closing) + 1)
-            return False
-        calls = self._markup.read_calls(self._held[:at])
-        if calls is None:
-            self._search = at + len(closing)
+        block = self._block
+        if not block.lead and self._markup.no_call.match(self._held):
+            self._refuse(parts)
             return True
-        parts += calls
-        self._held = self._held[at + len(closing) :]
-        self._mode, self._after_marker = _Mode.TEXT, True
+        at = self._held.find(closing, block.search)
+        if at < 0:
+            block.search = max(block.search, len(self._held) - len(closing) + 1)
+            return False
+        calls = self._markup.read_calls(block.lead + self._held[:at])
+        block.search = at + len(closing)
+        if calls:
+            self._take(calls, block.search, parts)
+        elif calls is None:
+            self._refuse(parts)
         return True
 
+    def _take(self, calls: Sequence[ToolCall], size: int, parts: list[Part]) -> None:
+        """The running block is `calls` and ends with the first `size` held characters."""
+        text, self._held = self._held[:size], self._held[size:]
+        self._mode = self._block.inside
+        if self._mode is _Mode.THINKING:
+            self._thought_calls += calls
+            self._thought_text += self._block.opening + text
+        else:
+            parts += calls
+            self._after_marker = True
+
+    def _refuse(self, parts: list[Part]) -> None:
+        """The running block is none: its opening is text, and what follows is read again."""
+        self._mode = self._block.inside
+        self._emit(self._block.opening, parts)
+
+    def _flush_thought(self, parts: list[Part]) -> None:
+        """Calls that something followed were part of the reasoning."""
+        text, self._thought_text = self._thought_text, ""
+        self._thought_calls.clear()
+        self._emit(text, parts)
+
     def _emit(self, text: str, parts: list[Part]) -> None:
+        if text and self._thought_text:
+            self._flush_thought(parts)
         if self._after_marker:
             text = text.lstrip()
         if text:
-            parts.append(Reasoning(text) if self._mode is _Mode.THINKING else Content(text))
+            tells = self._mode is _Mode.THINKING and self._markup.tells
+            parts.append(Reasoning(text) if tells else Content(text))
             self._after_marker = False
 
 

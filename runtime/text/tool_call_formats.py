@@ -1,12 +1,14 @@
 """How model families write tool calls: from the text of a block to its calls.
 
-Each reader gives None for a block that is not well-formed, so that it stays text.  `Schemas` says
-which parameters of a function are strings: formats without quotes do not tell.
+Each reader gives the calls, an empty list where more text may complete the block (its end stands
+inside of a value), and None for what can be no calls, so that it stays text.  `Schemas` says which
+parameters of a function are strings: formats without quotes do not tell.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,11 +20,17 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 Reader = Callable[[str, Schemas], list[ToolCall] | None]
 
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_ARGUMENT = re.compile(
-    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>\s*")
+_FUNCTION_END = re.compile(r"\s*</function>\s*")
+# A value ends where the next thing begins: what looks like an end may stand inside of it.
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
 )
+_PARAMETER_BEGIN = re.compile(r"\s*<parameter=[^>\s]+>")
+_ARGUMENT = re.compile(
+    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
+)
+_ARGUMENT_BEGIN = re.compile(r"\s*<arg_key>[^<]*</arg_key>\s*<arg_value>")
 
 
 def deepseek_marker(words: str) -> str:
@@ -32,15 +40,11 @@ def deepseek_marker(words: str) -> str:
 
 _BEGIN, _SEPARATOR, _END = map(deepseek_marker, ("tool call begin", "tool sep", "tool call end"))
 _DEEPSEEK = re.compile(
-    rf"\s*{_BEGIN}(?:function{_SEPARATOR})?"
-    rf"(?P<name>[^\s<]+?)(?:{_SEPARATOR}|\n)(?P<arguments>.*?){_END}\s*",
-    re.DOTALL,
+    rf"\s*{_BEGIN}(?:function{_SEPARATOR})?(?P<name>[^\s<]+)(?:{_SEPARATOR}|\n)\s*(?:```json)?\s*"
 )
-
 _KIMI = re.compile(
-    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<:]+?)(?::\d+)?\s*"
-    r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>\s*",
-    re.DOTALL,
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>\s*"
 )
 
 
@@ -57,120 +61,244 @@ def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> Schemas:
 
 
 def read_json(body: str, schemas: Schemas) -> list[ToolCall] | None:
-    """`{"name": .., "arguments": {..}}`, one or a list of them (Hermes, Qwen)."""
-    value = _parsed(body)
-    calls = [_json_call(item) for item in (value if isinstance(value, list) else [value])]
-    return [call for call in calls if call] if calls and all(calls) else None
+    """`{"name": .., "arguments": {..}}`, one, several or a list of them (Hermes, Qwen)."""
+    calls = []
+    rest = body.strip()
+    while rest:
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            return _unless_incomplete(error)
+        for item in value if isinstance(value, list) else [value]:
+            call = _json_call(item)
+            if call is None:
+                return None
+            calls.append(call)
+        rest = rest[end:].lstrip()
+    return calls or None
 
 
 def read_function_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
     """`<function=name><parameter=key>value</parameter></function>` (Qwen coder, MiMo)."""
     calls = []
-    for function in _consecutive(_FUNCTION, body) or ():
-        arguments = _pairs(_PARAMETER, function[2], schemas.get(function[1], {}))
+    at = 0
+    while at < len(body):
+        function = _FUNCTION.match(body, at)
+        if function is None:
+            return None
+        pairs, at = _consecutive(_PARAMETER, body, function.end())
+        end = _FUNCTION_END.match(body, at)
+        if end is None:
+            return [] if _PARAMETER_BEGIN.match(body, at) else None
+        arguments = _arguments(pairs, schemas.get(function[1], {}))
         if arguments is None:
             return None
         calls.append(ToolCall(function[1], _dumped(arguments)))
+        at = end.end()
     return calls or None
 
 
 def read_argument_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
     """`name<arg_key>key</arg_key><arg_value>value</arg_value>` (GLM)."""
     name, tag, _ = body.partition("<arg_key>")
+    begin = len(name) if tag else len(body)
     name = name.strip()
-    if not name or "<" in name or len(name.split()) > 1:
+    if not name or "<" in name or len(name.split()) > 1 or not (tag or name in schemas):
         return None
-    arguments = _pairs(_ARGUMENT, body[body.index(tag) :] if tag else "", schemas.get(name, {}))
+    pairs, at = _consecutive(_ARGUMENT, body, begin)
+    if at < len(body):
+        return [] if _ARGUMENT_BEGIN.match(body, at) else None
+    arguments = _arguments(pairs, schemas.get(name, {}))
     return None if arguments is None else [ToolCall(name, _dumped(arguments))]
 
 
 def read_deepseek(body: str, schemas: Schemas) -> list[ToolCall] | None:
     """Name, separator and JSON between markers (DeepSeek); older models write `function` and a
     separator first, and the JSON in a code block."""
-    return _marked_json(_DEEPSEEK, body)
+    return _marked_json(_DEEPSEEK, _END, body)
 
 
 def read_kimi(body: str, schemas: Schemas) -> list[ToolCall] | None:
     """`functions.name:0`, a marker and JSON between markers (Kimi)."""
-    return _marked_json(_KIMI, body)
+    return _marked_json(_KIMI, "<|tool_call_end|>", body)
 
 
-def _marked_json(pattern: re.Pattern[str], body: str) -> list[ToolCall] | None:
-    """Calls by `name` and `arguments` of consecutive matches."""
-    calls = []
-    for call in _consecutive(pattern, body) or ():
-        text = call["arguments"].strip().removeprefix("```json").removesuffix("```").strip()
-        if not isinstance(_parsed(text), dict):
-            return None
-        calls.append(ToolCall(call["name"], text))
-    return calls or None
-
-
-def _consecutive(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
-    """The matches that make up the whole text; None if something stands between them."""
-    matches = []
-    at = 0
-    while at < len(text.rstrip()):
-        match = pattern.match(text, at)
-        if match is None:
-            return None
-        matches.append(match)
-        at = match.end()
-    return matches
+def read_object(name: str, text: str) -> list[ToolCall] | None:
+    """The call of `name` with arguments that are all of the text (harmony)."""
+    try:
+        value = _DECODER.decode(text.strip() or "{}")
+    except (ValueError, RecursionError) as error:
+        return _unless_incomplete(error)
+    if not isinstance(value, dict):
+        return None
+    return [ToolCall(name, _strict(text.strip() or "{}", value))]
 
 
 def first_of(*readers: Reader) -> Reader:
     """What the first reader that understands the block makes of it."""
 
     def read(body: str, schemas: Schemas) -> list[ToolCall] | None:
-        return next((calls for reader in readers if (calls := reader(body, schemas))), None)
+        results = [calls for reader in readers if (calls := reader(body, schemas)) is not None]
+        return max(results, key=bool, default=None)
 
     return read
 
 
-def _pairs(
-    pattern: re.Pattern[str], text: str, parameters: Mapping[str, Any]
+def _marked_json(begin: re.Pattern[str], end: str, body: str) -> list[ToolCall] | None:
+    """Calls made of `begin`, which names the function, JSON, and `end`."""
+    closing = re.compile(rf"\s*(?:```)?\s*{re.escape(end)}\s*")
+    calls = []
+    at = 0
+    while at < len(body):
+        call = begin.match(body, at)
+        if call is None:
+            return None
+        try:
+            value, at = _DECODER.raw_decode(body, call.end())
+        except (ValueError, RecursionError) as error:
+            return _unless_incomplete(error)
+        closed = closing.match(body, at)
+        if closed is None or not isinstance(value, dict):
+            return None
+        calls.append(ToolCall(call["name"], _strict(body[call.end() : at], value)))
+        at = closed.end()
+    return calls or None
+
+
+def _consecutive(pattern: re.Pattern[str], text: str, at: int) -> tuple[list[re.Match[str]], int]:
+    """(matches that follow each other from `at`, where the last one ends)."""
+    matches = []
+    while match := pattern.match(text, at):
+        matches.append(match)
+        at = match.end()
+    return matches, at
+
+
+def _arguments(
+    pairs: Sequence[re.Match[str]], parameters: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Names and values of consecutive tags that make up the whole text."""
-    pairs = _consecutive(pattern, text)
-    if pairs is None:
-        return None
-    arguments: dict[str, Any] = {}
+    """Names and values; None where a name comes twice, which would lose its first value."""
+    arguments = {}
     for pair in pairs:
         name = pair[1].strip()
-        if name in arguments:
-            return None  # a name that comes twice would lose its first value
         arguments[name] = _value(pair[2], parameters.get(name))
-    return arguments
+    return arguments if len(arguments) == len(pairs) else None
+
+
+_LITERALS = {"True": True, "False": False, "None": None}
+"""As templates write these values that were put in by Python, and so models do."""
 
 
 def _value(text: str, schema: Any) -> Any:
-    """The text as its schema wants it: a string stays one, anything else is read as JSON."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
+    """The text as its schema wants it: what may be a string stays one unless it is another of the
+    types allowed; anything else is read as JSON."""
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
         return text
     value = _parsed(text)
-    return text if value is None and text.strip() != "null" else value
+    is_json = value is not None or text.strip() == "null"
+    if kinds is None or (is_json and not isinstance(value, str) and _kinds_of(value) & kinds):
+        return value if is_json else text
+    if "string" in kinds:
+        return text
+    literal = _LITERALS.get(text.strip(), text)
+    if literal is not text and _kinds_of(literal) & kinds:
+        return literal
+    return value if is_json else text
+
+
+def _kinds(schema: Any) -> set[str] | None:
+    """The JSON types that a schema allows; None where it does not say."""
+    if not isinstance(schema, dict):
+        return None
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {item for item in kind if isinstance(item, str)}
+    if isinstance(values := schema.get("enum"), list):
+        return set[str]().union(*map(_kinds_of, values))
+    if "const" in schema:
+        return _kinds_of(schema["const"])
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    if not isinstance(choices, list) or not choices:
+        return None
+    found = [_kinds(choice) for choice in choices]
+    return None if None in found else set[str]().union(*(kinds for kinds in found if kinds))
+
+
+def _kinds_of(value: Any) -> set[str]:
+    """The names that JSON schemas have for the type of a value."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return {"integer", "number"}
+    names = {float: "number", str: "string", dict: "object", list: "array"}
+    return {names.get(type(value), "null")}
 
 
 def _json_call(value: Any) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name or not _is_text(name):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, dict):
-        return ToolCall(value["name"], _dumped(arguments))
-    if isinstance(arguments, str) and isinstance(_parsed(arguments), dict):
-        return ToolCall(value["name"], arguments)
-    return None
+    key = next((key for key in ("arguments", "parameters") if key in value), None)
+    if key is None and value.keys() - {"name", "id", "type"}:
+        return None
+    arguments = value.get(key)
+    if isinstance(arguments, str):
+        calls = read_object(name, arguments)
+        return calls[0] if calls else None
+    return ToolCall(name, _dumped(arguments or {})) if isinstance(arguments, dict | None) else None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is beyond the range of floats")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Lenient where the meaning is clear (line breaks in strings), strict where the caller's reader
+# would fail on what we write (NaN, infinity).
+_DECODER = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_no_constant)
 
 
 def _parsed(text: str) -> Any:
     """The JSON value, or None where the text is none (a model's output nests as it likes)."""
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
+def _unless_incomplete(error: Exception) -> list[ToolCall] | None:
+    """What a reader answers to JSON that cannot be read: it may go on inside of a string only."""
+    is_string = isinstance(error, json.JSONDecodeError) and "Unterminated string" in error.msg
+    return [] if is_string else None
+
+
+def _strict(text: str, value: dict[str, Any]) -> str:
+    """`text`, which means `value`, unless a strict reader would refuse it."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return _dumped(value)
+    return text
+
+
 def _dumped(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if _is_text(text) else json.dumps(arguments)
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 can carry it: JSON's escapes can make half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

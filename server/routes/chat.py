@@ -39,9 +39,9 @@ async def apply_template(request: web.Request) -> web.StreamResponse:
 
 def _reading(service: Service, chat: ChatRequest, prompt: list[int]) -> tuple[MakeParser, Wishes]:
     """How the answers are read, and the wishes with which their markup is visible."""
-    markup = reply_format(service.chat_template.source)
+    markup = reply_format(service.chat_template.source_with(chat.tools))
     reasoning = (chat.reasoning_format or service.settings.reasoning_format) != "none"
-    if markup.is_plain or not (reasoning or chat.tools):
+    if markup.is_plain or not (reasoning or chat.tools or markup.harmony):
         return PlainParser, chat.wishes
     prompt_end = service.engine.tokenizer.decode(prompt[-END_TOKENS:], special=True)
     make_parser = partial(markup.parser, prompt_end, chat.tools, reasoning=reasoning)

@@ -87,3 +87,45 @@ async def test_a_call_that_is_cut_short_is_text() -> None:
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].replace("Wait.", "", 1).strip() == CALL[:-20]
+
+
+async def test_half_a_character_in_a_call_ends_no_answer() -> None:
+    call = r'<tool_call>{"name": "now", "arguments": {"zone": "\ud83d"}}</tool_call>'
+    async with serving(chat_template=TEMPLATE) as served:
+        served.say(call)
+        status, answer = await served.post("/v1/chat/completions", CHAT | {"tools": TOOLS})
+        *events, done = await served.events("/v1/chat/completions", CHAT | {"tools": TOOLS})
+    assert (status, done) == (200, "[DONE]")
+    (whole,) = answer["choices"][0]["message"]["tool_calls"]
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    (streamed,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert streamed["function"] == whole["function"]
+    assert json.loads(whole["function"]["arguments"]) == {"zone": "\ud83d"}
+
+
+HARMONY_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}"
+    "{% if m['role'] == 'user' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "{% if false %}<|channel|>{% endif %}"
+)
+
+
+async def test_a_continued_message_of_harmony_streams() -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "It is"}]
+    async with serving(chat_template=HARMONY_TEMPLATE) as served:
+        served.say("noon.")
+        events = await served.events("/v1/chat/completions", CHAT | {"messages": messages})
+    deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]
+    pieces = [delta["content"] for delta in deltas if delta.get("content")]
+    assert pieces == [*"noon."]
+
+
+async def test_reasoning_of_harmony_may_stay_in_the_content() -> None:
+    reasoning = "<|channel|>analysis<|message|>hm<|end|>"
+    async with serving(chat_template=HARMONY_TEMPLATE) as served:
+        served.say(f"{reasoning}<|start|>assistant<|channel|>final<|message|>Noon.")
+        body = CHAT | {"reasoning_format": "none"}
+        _, answer = await served.post("/v1/chat/completions", body)
+    message = answer["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": f"{reasoning}Noon."}

@@ -77,6 +77,8 @@ class TestRendering:
         template = ChatTemplate(ECHO, tool_use="T{{ tools | tojson }}")
         assert template.render([USER]) == "[user:Hi]"
         assert template.render([USER], tools=[TOOL]) == f"T{json.dumps([TOOL])}"
+        assert template.source_with(None) == template.source_with([]) == ECHO
+        assert template.source_with([TOOL]) == "T{{ tools | tojson }}"
 
     def test_a_template_that_depends_on_the_number_of_messages(self) -> None:
         source = "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}ok"

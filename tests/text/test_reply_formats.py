@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -85,6 +86,10 @@ ANSWERS: dict[str, tuple[str, str]] = {
 }
 
 
+# Names of recipients, roles, channels and types: where a harmony message goes, not what it says.
+_HEADER_WORDS = re.compile(r"to=[^\s<]*|(?:<\|start\|>|<\|channel\|>|<\|constrain\|>)\s*\w*")
+
+
 def parts_of(
     template: str,
     pieces: Iterable[str],
@@ -145,12 +150,8 @@ def test_broken_answers_lose_no_word_and_do_not_depend_on_the_cuts(family: str) 
             for part in whole
         )
         for word in ("wonder", "Let", "look", "Oslo", "WORD"):
-            assert shown.count(word) == broken.count(word) or is_in_header(broken, word), broken
-
-
-def is_in_header(broken: str, word: str) -> bool:
-    """Words that stand in a harmony message's header, or in a call of unquoted arguments twice."""
-    return "<|message|>" in broken
+            needed = _HEADER_WORDS.sub("", broken).count(word)
+            assert needed <= shown.count(word) <= broken.count(word), broken
 
 
 @pytest.mark.parametrize("text", ["Hello", "  two spaces", "a < b </", "<tool", "", "line\n"])
@@ -164,6 +165,43 @@ def test_a_prompt_may_end_inside_of_reasoning() -> None:
     assert parts == [Reasoning("so it is"), Content("Yes.")]
     parts = parts_of(HERMES, ["Yes."], prompt_end="<think>\n\n</think>\n\n")
     assert parts == [Content("Yes.")]
+
+
+def text_of(parts: Iterable[Part]) -> str:
+    """The parts' text, calls left out."""
+    return "".join(part.text for part in parts if not isinstance(part, ToolCall))
+
+
+def test_calls_that_end_unfinished_reasoning() -> None:
+    call = f"<tool_call>{CALL_JSON}</tool_call>"
+    reasoning, *calls = parts_of(HERMES, [f"Hm.\n{call}\n{call}\n"], prompt_end="<think>\n")
+    assert reasoning == Reasoning("Hm.")
+    assert [type(call) for call in calls] == [ToolCall, ToolCall]
+    talk = f"Maybe {call} or not."
+    assert parts_of(HERMES, [talk], prompt_end="<think>") == [Reasoning(talk)]
+    parts = parts_of(HERMES, [f"{call}\n</think>\nNo."], prompt_end="<think>")
+    assert parts == [Reasoning(call), Content("No.")]
+
+
+def test_reasoning_that_is_not_told_apart_has_no_calls() -> None:
+    answer = f"<think>\n<tool_call>{CALL_JSON}</tool_call>\n</think>\n\nLet me look.\n"
+    parts = parts_of(HERMES, [f"{answer}<tool_call>{CALL_JSON}</tool_call>"], reasoning=False)
+    assert parts[0] == Content(answer.rstrip())
+    assert isinstance(parts[1], ToolCall) and len(parts) == 2
+
+
+def test_a_broken_call_hides_nothing_behind_it() -> None:
+    good = f"<tool_call>{CALL_JSON}</tool_call>"
+    for broken in ("<tool_call>{'name'}</tool_call>", '<tool_call>{"name": "x"', "<tool_call> is"):
+        text, call = parts_of(HERMES, [f"So {broken} then {good}"])
+        assert text == Content(f"So {broken} then")
+        assert isinstance(call, ToolCall)
+
+
+def test_words_about_calls_come_at_once() -> None:
+    parser = reply_format(HERMES).parser("", TOOLS, reasoning=True)
+    pushed = [*parser.push("Write <tool_call> around "), *parser.push("it, all of it.")]
+    assert text_of(pushed) == "Write <tool_call> around it, all of it."
 
 
 def test_nothing_is_told_apart_unless_it_is_wanted() -> None:
@@ -185,9 +223,136 @@ def test_values_follow_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "number"}, "3", 3),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({}, "[1]", [1]),
+    ],
+)
+def test_one_value_by_its_schema(schema: dict[str, Any], text: str, value: object) -> None:
+    function = {"name": "f", "parameters": {"properties": {"x": schema}}}
+    answer = f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>"
+    (call,) = parts_of(GLM, [answer], tools=[{"type": "function", "function": function}])
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == {"x": value}
+
+
+def test_values_may_hold_what_looks_like_their_end() -> None:
+    value = "a</parameter>b</function>\n</tool_call>"
+    answer = (
+        f"<tool_call>\n<function=weather>\n<parameter=city>\n{value}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    (call,) = parts_of(CODER, [answer])
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == {"city": value}
+
+
+def test_models_that_do_not_think_may_leave_out_the_opening() -> None:
+    answer = "Let me look.\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n"
+    for end in ("</tool_call>", ""):
+        text, call = parts_of("<tool_call><function=x>", [answer + end])
+        assert text == Content("Let me look.")
+        assert isinstance(call, ToolCall)
+    other = answer.replace("weather", "vector")
+    assert parts_of("<tool_call><function=x>", [other]) == [Content(other)]
+
+
+def test_half_a_character_in_an_escape_is_sent_as_an_escape() -> None:
+    body = r'{"name": "weather", "arguments": {"city": "\ud83d", "days": "\u00e9"}}'
+    (call,) = parts_of(HERMES, [f"<tool_call>{body}</tool_call>"])
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments.encode()) == {"city": "\ud83d", "days": "\u00e9"}
+
+
+def test_several_objects_in_one_block_and_line_breaks_in_strings() -> None:
+    body = f"{CALL_JSON}\n" + CALL_JSON.replace("Oslo ", "Oslo\n")
+    first, second = parts_of(HERMES, [f"<tool_call>\n{body}\n</tool_call>"])
+    assert isinstance(first, ToolCall) and isinstance(second, ToolCall)
+    assert json.loads(second.arguments)["city"] == ARGUMENTS["city"].replace("Oslo ", "Oslo\n")  # type: ignore[attr-defined]
+
+
+class TestHarmony:
+    """What only headers can do."""
+
+    CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+    @pytest.mark.parametrize("body", ['{"city": "Os', "Oslo", "[]", '{"days": NaN}'])
+    @pytest.mark.parametrize("end", ["", "<|call|>", "<|end|>"])
+    def test_arguments_that_are_no_object_stay_text(self, body: str, end: str) -> None:
+        parts = parts_of(HARMONY, [self.CALL + body + end])
+        assert text_of(parts).removesuffix(end) == self.CALL + body
+        assert not any(isinstance(part, ToolCall) for part in parts)
+
+    def test_markers_inside_of_strings(self) -> None:
+        (call,) = parts_of(HARMONY, [self.CALL + '{"city": "<|end|>"}<|call|>'])
+        assert call == ToolCall("weather", '{"city": "<|end|>"}')
+
+    @pytest.mark.parametrize(
+        ("answer", "text"),
+        [
+            ("Well, no.<|end|><|start|>assistant<|channel|>final<|message|>No.", "Well, no.No."),
+            ("<|channel|>final<|message|>A.<|end|>So it is<|start|>assistant", "A.So it is"),
+            ("The <|channel|> tag is one.", "The <|channel|> tag is one."),
+            ("Yes<|channel|>final<|message|>No.", "YesNo."),
+            ("Yes", "Yes"),
+        ],
+    )
+    def test_words_outside_of_messages_are_text(self, answer: str, text: str) -> None:
+        assert parts_of(HARMONY, answer) == [Content(text)]
+
+    @pytest.mark.parametrize("cut", ["<|channel|>", "<|channel|>fin", "<|start|>assist"])
+    def test_a_header_that_is_cut_short_says_nothing(self, cut: str) -> None:
+        answer = f"<|channel|>analysis<|message|>I wonder.<|end|>{cut}"
+        assert parts_of(HARMONY, [answer]) == [Reasoning("I wonder.")]
+
+    def test_the_last_channel_counts(self) -> None:
+        answer = "<|channel|>commentary to=assistant<|channel|>analysis<|message|>I wonder.<|end|>"
+        assert parts_of(HARMONY, [answer]) == [Reasoning("I wonder.")]
+
+    @pytest.mark.parametrize(
+        ("prompt_end", "kind"),
+        [
+            ("<|start|>assistant<|channel|>final<|message|>Sure, ", Content),
+            ("words of a message", Content),
+            ("<|start|>assistant<|channel|>analysis<|message|>Hm", Reasoning),
+            ("<|start|>assistant<|channel|>analysis", Content),
+        ],
+    )
+    def test_a_prompt_may_end_inside_of_a_message(self, prompt_end: str, kind: type) -> None:
+        parser = reply_format(HARMONY).parser(prompt_end, TOOLS, reasoning=True)
+        assert parser.push("it is so.") == [kind("it is so.")]
+
+    def test_a_prompt_may_begin_the_header(self) -> None:
+        prompt_end = "<|end|><|start|>assistant<|channel|>analysis"
+        parts = parts_of(HARMONY, ["<|message|>I wonder."], prompt_end=prompt_end)
+        assert parts == [Reasoning("I wonder.")]
+
+    def test_reasoning_that_is_not_told_apart_keeps_its_markers(self) -> None:
+        reasoning = "<|channel|>analysis<|message|>I wonder.<|end|>"
+        answer = f"{reasoning}<|start|>assistant<|channel|>final<|message|>So?"
+        assert parts_of(HARMONY, [answer], reasoning=False) == [Content(f"{reasoning}So?")]
+
+
+@pytest.mark.parametrize(
     "body",
     [
         '{"name": "weather", "arguments": {"city": }}',
+        '{"name": "weather", "arguments": {"days": NaN}}',
+        '{"name": "weather", "arguments": {"days": 1e999}}',
+        '{"name": "weather", "argument": {"city": "Oslo"}}',
+        r'{"name": "\ud83d", "arguments": {}}',
         '{"arguments": {}}',
         "[" * 100_000,
         '{"name": 3}',
@@ -196,5 +361,5 @@ def test_values_follow_the_schema() -> None:
     ],
 )
 def test_malformed_calls_stay_text(body: str) -> None:
-    answer = f"<tool_call>{body}</tool_call>"
+    answer = f"So: <tool_call>{body}</tool_call>"
     assert parts_of(HERMES, [answer]) == [Content(answer)]
