@@ -23,7 +23,8 @@ _USER = {"role": "user", "content": "hello"}
 class Capabilities:
     """system_role, developer_role: such messages appear; tools, tool_calls: definitions and calls
     do; object_arguments: a call's arguments may be an object; string_content, typed_content:
-    content may be a text, a list of parts."""
+    content may be a text, a list of parts; thinking: reasoning stands in `thinking` beside calls,
+    instead of `reasoning_content`."""
 
     system_role: bool
     developer_role: bool
@@ -32,6 +33,7 @@ class Capabilities:
     tools: bool
     tool_calls: bool
     object_arguments: bool
+    thinking: bool
 
     def as_dict(self) -> dict[str, bool]:
         """By the names clients know: supports_*."""
@@ -58,13 +60,18 @@ def probe(source: str, render: Callable[..., str]) -> Capabilities:
         """Templates for tools only may insist on definitions, others be confused by them."""
         return appears(what, messages) or appears(what, messages, tools)
 
-    def call(arguments: Any) -> list[dict[str, Any]]:
+    def call(arguments: Any, **more: str) -> list[dict[str, Any]]:
         function = {"name": "probe_call", "arguments": arguments}
         calls = [{"id": "call00001", "type": "function", "function": function}]
-        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls} | more]
 
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
-    tool = {"name": _MARK, "description": "probe", "parameters": schema | {"required": ["a"]}}
+    # Another name: definitions that appear must not look like a message that does.
+    tool = {
+        "name": "probe_tool",
+        "description": "probe",
+        "parameters": schema | {"required": ["a"]},
+    }
     tools = [{"type": "function", "function": tool}]
     part = [{"type": "text", "text": _MARK}]
     key = "probe_argument"
@@ -80,10 +87,30 @@ def probe(source: str, render: Callable[..., str]) -> Capabilities:
         string_content=called(_MARK, [{"role": "user", "content": _MARK}]),
         typed_content=called(_MARK, [{"role": "user", "content": part}])
         and not called("'text'", [{"role": "user", "content": part}]),
-        tools=appears(_MARK, [_USER], tools),
+        tools=appears("probe_tool", [_USER], tools),
         tool_calls=as_object or called("probe_call", call(text_arguments)),
         object_arguments=as_object,
+        thinking=any(
+            called(_MARK, call(arguments, thinking=_MARK))
+            and not called(_MARK, call(arguments, reasoning_content=_MARK))
+            for arguments in ({key: "x"}, text_arguments)
+        ),
     )
+
+
+def described(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of OpenAI tool definitions: name, description and parameters, in this order, which
+    templates take for granted; then the rest."""
+    defaults = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
+    copies = []
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping):
+            given = {name: value for name, value in function.items() if value is not None}
+            copies.append({**tool, "function": defaults | given})
+        else:
+            copies.append(dict(tool))
+    return copies
 
 
 def adapted(
@@ -97,9 +124,33 @@ def adapted(
         turn["content"] = _content(turn.get("content"), capabilities)
         if turn.get("tool_calls"):
             turn["tool_calls"] = [_call(call, capabilities) for call in turn["tool_calls"]]
+            if capabilities.thinking and turn.get("reasoning_content"):
+                # Beside `thinking` there is no place for a text.
+                said = (turn["reasoning_content"], turn["content"])
+                turn["thinking"] = "\n\n".join(text for text in said if text)
+                turn["content"] = ""
     if not capabilities.system_role and turns and turns[0].get("role") == "system":
         turns = _system_into_user(turns)
     return turns
+
+
+def unreadable_arguments(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first tool call's arguments that are no JSON object, as the field of a request."""
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.get("tool_calls") or ()):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and not _is_object(function.get("arguments")):
+                return f"messages[{i}].tool_calls[{j}].function.arguments"
+    return None
+
+
+def _is_object(arguments: Any) -> bool:
+    if not isinstance(arguments, str):
+        return isinstance(arguments, Mapping)
+    try:
+        return isinstance(json.loads(arguments or "{}"), dict)
+    except ValueError:
+        return False
 
 
 def _content(content: Any, capabilities: Capabilities) -> Any:

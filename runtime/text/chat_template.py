@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from runtime.checks import shown
 from runtime.errors import RequestError, TemplateError
 from runtime.text.builtin_templates import BUILTIN_TEMPLATES
-from runtime.text.capabilities import Capabilities, adapted, probe
+from runtime.text.capabilities import Capabilities, adapted, described, probe, unreadable_arguments
 from runtime.text.guard import GUARD, Guard, without_guard
-from runtime.text.metering import VISIT, Limits, meter, metered
+from runtime.text.metering import VISIT, LimitExceeded, Limits, meter, metered
 from runtime.text.sandbox import Sandbox, explain, run
 
 if TYPE_CHECKING:
@@ -128,12 +128,18 @@ class ChatTemplate:
         if continue_final_message:
             turns = _with_mark(turns)
             add_generation_prompt = False
-        text = self._render(
-            messages=turns,
-            tools=self._guard.value(tools) if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            **self._guard.value(kwargs),
-        )
+        try:
+            text = self._render(
+                messages=turns,
+                tools=self._guard.value(described(tools)) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **self._guard.value(kwargs),
+            )
+        except TemplateError as error:
+            field = unreadable_arguments(messages)
+            if field is None or isinstance(error, LimitExceeded):
+                raise
+            raise RequestError(field, "this chat template needs the JSON of an object") from error
         return _up_to_mark(text) if continue_final_message else text
 
     def source_with(self, tools: object) -> str:

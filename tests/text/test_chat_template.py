@@ -25,7 +25,11 @@ ECHO = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
 QUICK = Limits(seconds=0.3, steps=20_000, characters=1 << 20)
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "weather",
+        "description": "Rain?",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
@@ -120,6 +124,15 @@ class TestAdapting:
         assert render(ECHO, developer) == "[system:D]"
         assert render(ECHO + "{# developer #}", developer) == "[developer:D]"
 
+    def test_definitions_that_appear_say_nothing_about_messages(self) -> None:
+        source = "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'user' %}"
+        text = render(
+            source + "{{ m.content }}{% endif %}{% endfor %}{# developer #}",
+            {**USER, "role": "developer"},
+            USER,
+        )
+        assert "Hi\n\nHi" in text
+
     def test_parts_and_null_become_text(self) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         assert render(ECHO, {"role": "user", "content": parts}) == "[user:a\nb]"
@@ -147,6 +160,48 @@ class TestAdapting:
         function = {"name": "f", "arguments": '{"a":1}'}
         call = {"id": "1", "type": "function", "function": function}
         assert render(source, {"role": "assistant", "tool_calls": [call]}) == expected
+
+    def test_tools_get_the_optional_parts_that_templates_take_for_granted(self) -> None:
+        source = (
+            "{% for t in tools %}{{ '// ' + t.function.description }}"
+            "{{ t.function.parameters.properties.items() | list | length }}"
+            "{{ t.function | tojson }}{% endfor %}"
+        )
+        bare = {"type": "function", "function": {"description": None, "strict": True, "name": "f"}}
+        text = render(source, tools=[bare])
+        parameters = {"type": "object", "properties": {}}
+        whole = {"name": "f", "description": "", "parameters": parameters, "strict": True}
+        assert text == "// 0" + json.dumps(whole)
+        assert render("{{ tools | tojson }}", tools=[TOOL]) == json.dumps([TOOL])
+        assert bare["function"]["description"] is None  # type: ignore[index]
+
+    def test_reasoning_beside_calls_goes_where_the_template_reads_it(self) -> None:
+        body = "{% for m in messages %}{{ m.FIELD }}|{{ m.content }};{% endfor %}"
+        call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+        turn = {
+            "role": "assistant",
+            "content": "C",
+            "reasoning_content": "R",
+            "tool_calls": [call],
+        }
+        assert render(body.replace("FIELD", "thinking"), turn) == "R\n\nC|;"
+        assert render(body.replace("FIELD", "reasoning_content"), turn) == "R|C;"
+        assert render(body.replace("FIELD", "thinking"), turn | {"tool_calls": None}) == "|C;"
+
+    def test_arguments_that_are_no_object_are_named_where_the_template_needs_one(self) -> None:
+        source = (
+            "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+            "{% for name, value in c.function.arguments.items() %}{{ name }}{% endfor %}"
+            "{% endfor %}{% endfor %}"
+        )
+        calls = [
+            {"type": "function", "function": {"name": "f", "arguments": text}}
+            for text in ('{"a": 1}', '{"a": ')
+        ]
+        with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[1\]\.function"):
+            render(source, USER, {"role": "assistant", "tool_calls": calls})
+        with pytest.raises(TemplateError):
+            render("{{ 1 + 'a' }}", USER, {"role": "assistant", "tool_calls": calls[:1]})
 
 
 ESCAPES = (
