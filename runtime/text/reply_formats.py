@@ -15,6 +15,7 @@ from runtime.text.tool_call_formats import (
     deepseek_marker,
     first_of,
     read_argument_tags,
+    read_bare_function_tags,
     read_deepseek,
     read_function_tags,
     read_json,
@@ -53,6 +54,13 @@ _CALLS = (
     CallFormat(DEEPSEEK_CALLS[0], DEEPSEEK_CALLS, read_deepseek, _NO_MARKER),
     CallFormat(KIMI_CALLS[0], KIMI_CALLS, read_kimi, _NO_MARKER),
     CallFormat("<arg_key>", TOOL_CALL, first_of(read_argument_tags, read_json), _NO_NAME),
+    CallFormat(
+        ">value_1</parameter>",
+        TOOL_CALL,
+        first_of(read_bare_function_tags, read_json),
+        _NO_TAG,
+        bare="<function={}>",
+    ),
     CallFormat(
         "<function=",
         TOOL_CALL,

@@ -23,9 +23,9 @@ Reader = Callable[[str, Schemas], list[ToolCall] | None]
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>\s*")
 _FUNCTION_END = re.compile(r"\s*</function>\s*")
 # A value ends where the next thing begins: what looks like an end may stand inside of it.
-_PARAMETER = re.compile(
-    r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL
-)
+_PARAMETER_END = r"</parameter>(?=\s*(?:<parameter=|</function>))"
+_PARAMETER = re.compile(rf"\s*<parameter=([^>\s]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
+_BARE_PARAMETER = re.compile(rf"\s*<parameter=([^>\s]+)>(.*?){_PARAMETER_END}", re.DOTALL)
 _PARAMETER_BEGIN = re.compile(r"\s*<parameter=[^>\s]+>")
 _ARGUMENT = re.compile(
     r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
@@ -79,23 +79,14 @@ def read_json(body: str, schemas: Schemas) -> list[ToolCall] | None:
 
 
 def read_function_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
-    """`<function=name><parameter=key>value</parameter></function>` (Qwen coder, MiMo)."""
-    calls = []
-    at = 0
-    while at < len(body):
-        function = _FUNCTION.match(body, at)
-        if function is None:
-            return None
-        pairs, at = _consecutive(_PARAMETER, body, function.end())
-        end = _FUNCTION_END.match(body, at)
-        if end is None:
-            return [] if _PARAMETER_BEGIN.match(body, at) else None
-        arguments = _arguments(pairs, schemas.get(function[1], {}))
-        if arguments is None:
-            return None
-        calls.append(ToolCall(function[1], _dumped(arguments)))
-        at = end.end()
-    return calls or None
+    """`<function=name><parameter=key>value</parameter></function>` with values on lines of their
+    own (Qwen coder)."""
+    return _functions(_PARAMETER, body, schemas)
+
+
+def read_bare_function_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
+    """The same with every line break part of the value (MiMo)."""
+    return _functions(_BARE_PARAMETER, body, schemas)
 
 
 def read_argument_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
@@ -142,6 +133,26 @@ def first_of(*readers: Reader) -> Reader:
         return max(results, key=bool, default=None)
 
     return read
+
+
+def _functions(parameter: re.Pattern[str], body: str, schemas: Schemas) -> list[ToolCall] | None:
+    """Calls between tags; parameter: how a name and a value are written."""
+    calls = []
+    at = 0
+    while at < len(body):
+        function = _FUNCTION.match(body, at)
+        if function is None:
+            return None
+        pairs, at = _consecutive(parameter, body, function.end())
+        end = _FUNCTION_END.match(body, at)
+        if end is None:
+            return [] if _PARAMETER_BEGIN.match(body, at) else None
+        arguments = _arguments(pairs, schemas.get(function[1], {}))
+        if arguments is None:
+            return None
+        calls.append(ToolCall(function[1], _dumped(arguments)))
+        at = end.end()
+    return calls or None
 
 
 def _marked_json(begin: re.Pattern[str], end: str, body: str) -> list[ToolCall] | None:

@@ -30,6 +30,7 @@ ARGUMENTS = {"city": "Oslo </tool_call> 12", "days": 3}
 
 HERMES = "{% for %}<think></think><tool_call>"
 CODER = "<tool_call><function=x><think></think>"
+MIMO = CODER + "<parameter=example_parameter_1>value_1</parameter>"
 GLM = "<tool_call><arg_key><think></think>"
 DEEPSEEK = DEEPSEEK_CALLS[0] + "</think>"
 KIMI = KIMI_CALLS[0] + "<think></think>"
@@ -257,6 +258,17 @@ def test_values_may_hold_what_looks_like_their_end() -> None:
     (call,) = parts_of(CODER, [answer])
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments) == {"city": value}
+
+
+def test_line_breaks_beside_values_are_the_format_s_or_the_value_s() -> None:
+    answer = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
+    for template, value in ((CODER, "Oslo\n"), (MIMO, "\nOslo\n\n")):
+        (call,) = parts_of(template, [answer])
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == {"city": value}
 
 
 def test_models_that_do_not_think_may_leave_out_the_opening() -> None:
