@@ -237,7 +237,7 @@ CHAT = (
          choices=("none", "auto", "deepseek", "deepseek-legacy"),
          help="'none' leaves reasoning in the content, all others put it into reasoning_content"),
     Flag(names=("-rea", "--reasoning"), kind=str, choices=("on", "off", "auto"), group="Chat",
-         env="LLAMA_ARG_REASONING", help="'on' or 'off' sets enable_thinking for the template"),
+         env="LLAMA_ARG_REASONING", help="'off' asks the template for answers without reasoning"),
     Flag(names=("--reasoning-budget",), kind=int, env="LLAMA_ARG_THINK_BUDGET", group="Chat",
          help="tokens of reasoning", no_effect=NO_BUDGET),
     Flag(names=("--prefill-assistant",), off=("--no-prefill-assistant",), kind=bool, group="Chat",

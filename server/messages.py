@@ -29,6 +29,8 @@ def parse_tools(fields: Fields) -> list[dict[str, object]] | None:
     Raises: NotSupported for a choice that would have to be enforced.
     """
     items = fields.items("tools", limit=MAX_TOOLS)
+    if fields.items("functions", limit=MAX_TOOLS):
+        raise NotSupported("Field 'functions': the form before 'tools'; use 'tools'")
     tools = [_tool(item, f"tools[{number}]") for number, item in enumerate(items or [])]
     fields.flag("parallel_tool_calls")
     choice = fields.raw("tool_choice")

@@ -41,6 +41,7 @@ async def chat_ids(service: Service, chat: ChatRequest) -> list[int]:
 
 def _options(service: Service, chat: ChatRequest) -> dict[str, Any]:
     return {
+        "enable_thinking": True,  # as llama-server, also where a template's own default is not to
         **service.settings.chat_template_kwargs,
         **chat.template_kwargs,
         "tools": chat.tools,

@@ -249,6 +249,7 @@ def _template_kwargs(fields: Fields) -> dict[str, object]:
     """`chat_template_kwargs` and the reasoning fields, as variables of the template."""
     kwargs = fields.mapping("chat_template_kwargs") or {}
     check_variables(kwargs)
+    Fields(kwargs, "chat_template_kwargs").flag("enable_thinking")  # the text "false" is true
     effort = fields.text("reasoning_effort")
     if effort is not None:
         kwargs["reasoning_effort"] = effort

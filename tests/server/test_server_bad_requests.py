@@ -170,6 +170,8 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type":
         ({"lora": [{"id": 0}]}, 501), ({"lora": []}, 200), ({"top_logprobs": 2}, 400),
         ({"logprobs": True, "top_logprobs": 21}, 400), ({"reasoning_format": "x"}, 400),
         ({"reasoning_format": "none", "reasoning_effort": "high"}, 200),
+        ({"chat_template_kwargs": {"enable_thinking": "false"}}, 400),
+        ({"functions": [FUNCTION["function"]]}, 501), ({"functions": []}, 200),
         ({"continue_final_message": True}, 400), ({"chat_template_kwargs": {"a": 1}}, 200),
         *[({"chat_template_kwargs": {name: 1}}, 400) for name in
           ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")],

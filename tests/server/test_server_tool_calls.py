@@ -12,7 +12,7 @@ from tests.server.serving import serving
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}assistant:"
-    "{% if enable_thinking is defined %}<think>\n{% endif %}"
+    "{% if opened is defined %}<think>\n{% endif %}"
     "{% if false %}<think></think>{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
@@ -71,12 +71,36 @@ async def test_without_tools_a_call_is_text() -> None:
 
 
 async def test_a_template_may_open_the_reasoning() -> None:
-    body = CHAT | {"chat_template_kwargs": {"enable_thinking": True}}
+    body = CHAT | {"chat_template_kwargs": {"opened": True}}
     async with serving(chat_template=TEMPLATE) as served:
         served.say("hm\n</think>\n\nNoon.")
         _, answer = await served.post("/v1/chat/completions", body)
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "Noon.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "thinks"),
+    [
+        ({}, {}, True),
+        ({}, {"reasoning_effort": "none"}, False),
+        ({}, {"reasoning_effort": "low"}, True),
+        ({}, {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, False),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            True,
+        ),
+    ],
+)
+async def test_answers_are_thought_about_unless_nobody_wants_it(
+    settings: dict[str, Any], fields: dict[str, Any], thinks: bool
+) -> None:
+    template = "{% if not enable_thinking %}<think></think>{% endif %}"
+    async with serving(chat_template=template, **settings) as served:
+        _, body = await served.post("/apply-template", CHAT | fields)
+    assert body == {"prompt": "" if thinks else "<think></think>"}
 
 
 async def test_a_call_that_is_cut_short_is_text() -> None:
