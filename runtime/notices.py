@@ -31,6 +31,7 @@ class Reason(StrEnum):
     NO_EFFECT        settings that change nothing on the device that computes
     GPU_LEFT_OUT     a GPU of the machine is not used
     NOT_KEPT         the next start will not find what this one has made or learned
+    TOOLS_UNSEEN     the chat template has no place for tools, so the model does not know them
     STEP_SPLIT       a step failed, and its sequences were computed one by one
     """
 
@@ -46,6 +47,7 @@ class Reason(StrEnum):
     NO_EFFECT = "no_effect"
     GPU_LEFT_OUT = "gpu_left_out"
     NOT_KEPT = "not_kept"
+    TOOLS_UNSEEN = "tools_unseen"
     STEP_SPLIT = "step_split"
 
 

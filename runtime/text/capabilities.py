@@ -17,6 +17,16 @@ from runtime.text.metering import LimitExceeded
 
 _MARK = "capability-7f3a"
 _USER = {"role": "user", "content": "hello"}
+_KEY = "probe_argument"
+_TEXT_ARGUMENTS = json.dumps({_KEY: "x"})
+_FORMS: tuple[Any, ...] = ({_KEY: "x"}, _TEXT_ARGUMENTS)
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
+_FUNCTION = {
+    "name": "probe_tool",  # not the mark: definitions must not pass for a message that appears
+    "description": "probe",
+    "parameters": _SCHEMA | {"required": ["a"]},
+}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Capabilities:
     """system_role, developer_role: such messages appear; tools, tool_calls: definitions and calls
     do; object_arguments: a call's arguments may be an object; string_content, typed_content:
     content may be a text, a list of parts; thinking: reasoning stands in `thinking` beside calls,
-    instead of `reasoning_content`."""
+    instead of `reasoning_content`; null_content: calls appear only where the content is null."""
 
     system_role: bool
     developer_role: bool
@@ -34,6 +44,7 @@ class Capabilities:
     tool_calls: bool
     object_arguments: bool
     thinking: bool
+    null_content: bool
 
     def as_dict(self) -> dict[str, bool]:
         """By the names clients know: supports_*."""
@@ -47,55 +58,63 @@ def probe(source: str, render: Callable[..., str]) -> Capabilities:
 
     Raises: LimitExceeded.
     """
+    ask = _Probe(render)
+    ask.null_content = not ask.writes_calls()
+    ask.null_content = ask.null_content and ask.writes_calls()
+    as_object = ask.called(f'"{_KEY}"', ask.call({_KEY: "x"})) or (
+        ask.called(_KEY, ask.call({_KEY: "x"}))
+        and not ask.called(f"'{_KEY}'", ask.call({_KEY: "x"}))
+    )
+    part = [{"type": "text", "text": _MARK}]
+    return Capabilities(
+        system_role=ask.called(_MARK, [{"role": "system", "content": _MARK}, _USER]),
+        # Most templates write any role's name, but only those that know it were trained with it.
+        developer_role="developer" in source
+        and ask.called(_MARK, [{"role": "developer", "content": _MARK}, _USER]),
+        string_content=ask.called(_MARK, [{"role": "user", "content": _MARK}]),
+        typed_content=ask.called(_MARK, [{"role": "user", "content": part}])
+        and not ask.called("'text'", [{"role": "user", "content": part}]),
+        tools=ask.appears("probe_tool", [_USER], _TOOLS),
+        tool_calls=as_object or ask.called("probe_call", ask.call(_TEXT_ARGUMENTS)),
+        object_arguments=as_object,
+        thinking=any(
+            ask.called(_MARK, ask.call(arguments, thinking=_MARK))
+            and not ask.called(_MARK, ask.call(arguments, reasoning_content=_MARK))
+            for arguments in _FORMS
+        ),
+        null_content=ask.null_content,
+    )
 
-    def appears(what: str, messages: list[dict[str, Any]], tools: Any = None) -> bool:
+
+@dataclass
+class _Probe:
+    """Small conversations and what becomes of them; null_content: as in `Capabilities`."""
+
+    render: Callable[..., str]
+    null_content: bool = False
+
+    def appears(self, what: str, messages: list[dict[str, Any]], tools: Any = None) -> bool:
         try:
-            return what in render(messages=messages, tools=tools, add_generation_prompt=True)
+            return what in self.render(messages=messages, tools=tools, add_generation_prompt=True)
         except LimitExceeded:
             raise  # it would happen again and again
         except EngineError:
             return False
 
-    def called(what: str, messages: list[dict[str, Any]]) -> bool:
+    def called(self, what: str, messages: list[dict[str, Any]]) -> bool:
         """Templates for tools only may insist on definitions, others be confused by them."""
-        return appears(what, messages) or appears(what, messages, tools)
+        return self.appears(what, messages) or self.appears(what, messages, _TOOLS)
 
-    def call(arguments: Any, **more: str) -> list[dict[str, Any]]:
+    def call(self, arguments: Any, **more: str) -> list[dict[str, Any]]:
+        """A conversation that ends with a call."""
         function = {"name": "probe_call", "arguments": arguments}
         calls = [{"id": "call00001", "type": "function", "function": function}]
-        return [_USER, {"role": "assistant", "content": "", "tool_calls": calls} | more]
+        content = None if self.null_content else ""
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        return [_USER, turn | more]
 
-    schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
-    # Another name: definitions that appear must not look like a message that does.
-    tool = {
-        "name": "probe_tool",
-        "description": "probe",
-        "parameters": schema | {"required": ["a"]},
-    }
-    tools = [{"type": "function", "function": tool}]
-    part = [{"type": "text", "text": _MARK}]
-    key = "probe_argument"
-    text_arguments = json.dumps({key: "x"})
-    as_object = called(f'"{key}"', call({key: "x"})) or (
-        called(key, call({key: "x"})) and not called(f"'{key}'", call({key: "x"}))
-    )
-    return Capabilities(
-        system_role=called(_MARK, [{"role": "system", "content": _MARK}, _USER]),
-        # Most templates write any role's name, but only those that know it were trained with it.
-        developer_role="developer" in source
-        and called(_MARK, [{"role": "developer", "content": _MARK}, _USER]),
-        string_content=called(_MARK, [{"role": "user", "content": _MARK}]),
-        typed_content=called(_MARK, [{"role": "user", "content": part}])
-        and not called("'text'", [{"role": "user", "content": part}]),
-        tools=appears("probe_tool", [_USER], tools),
-        tool_calls=as_object or called("probe_call", call(text_arguments)),
-        object_arguments=as_object,
-        thinking=any(
-            called(_MARK, call(arguments, thinking=_MARK))
-            and not called(_MARK, call(arguments, reasoning_content=_MARK))
-            for arguments in ({key: "x"}, text_arguments)
-        ),
-    )
+    def writes_calls(self) -> bool:
+        return any(self.called("probe_call", self.call(arguments)) for arguments in _FORMS)
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -117,8 +136,8 @@ def adapted(
     messages: Sequence[Mapping[str, Any]], capabilities: Capabilities
 ) -> list[dict[str, Any]]:
     """Copies of `messages` in the form the template takes, saying the same."""
-    turns = [dict(message) for message in messages]
-    for turn in turns:
+    turns = []
+    for turn in map(dict, messages):
         if turn.get("role") == "developer" and not capabilities.developer_role:
             turn["role"] = "system"
         turn["content"] = _content(turn.get("content"), capabilities)
@@ -129,6 +148,11 @@ def adapted(
                 said = (turn["reasoning_content"], turn["content"])
                 turn["thinking"] = "\n\n".join(text for text in said if text)
                 turn["content"] = ""
+            if capabilities.null_content:
+                calls = turn.pop("tool_calls")
+                turns += [turn] if turn["content"] else []
+                turn = turn | {"content": None, "tool_calls": calls}
+        turns.append(turn)
     if not capabilities.system_role and turns and turns[0].get("role") == "system":
         turns = _system_into_user(turns)
     return turns

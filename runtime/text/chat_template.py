@@ -20,6 +20,7 @@ from runtime.text.capabilities import Capabilities, adapted, described, probe, u
 from runtime.text.guard import GUARD, Guard, without_guard
 from runtime.text.metering import VISIT, LimitExceeded, Limits, meter, metered
 from runtime.text.sandbox import Sandbox, explain, run
+from runtime.text.tool_prompt import call_example, tools_in_words, with_instructions
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -125,13 +126,16 @@ class ChatTemplate:
             )
         check_variables(kwargs)
         turns = [self._guard.message(message) for message in adapted(messages, self.capabilities)]
+        definitions = self._guard.value(described(tools)) if tools else None
+        if definitions and self._call_example is not None:
+            turns = with_instructions(turns, tools_in_words(definitions, self._call_example))
         if continue_final_message:
             turns = _with_mark(turns)
             add_generation_prompt = False
         try:
             text = self._render(
                 messages=turns,
-                tools=self._guard.value(described(tools)) if tools else None,
+                tools=definitions,
                 add_generation_prompt=add_generation_prompt,
                 **self._guard.value(kwargs),
             )
@@ -150,6 +154,20 @@ class ChatTemplate:
     def capabilities(self) -> Capabilities:
         """What the template can express, found by rendering small conversations."""
         return probe(self.source, self._render)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether a model learns of the tools passed to `render`."""
+        own = self.capabilities.tools or self._call_example is not None
+        return own or (self._tool_use is not None and self._tool_use.shows_tools)
+
+    @cached_property
+    def _call_example(self) -> str | None:
+        """A call as this template writes it, where it writes no definitions."""
+        can = self.capabilities
+        if can.tools or not can.tool_calls or not can.system_role:
+            return None
+        return call_example(self.source, self._render, can)
 
     def _render(self, **variables: Any) -> str:
         try:

@@ -7,6 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
+from runtime.notices import Reason
 from runtime.text.chat_template import without_guard
 from runtime.text.reply_formats import reply_format
 from server.answer_parts import MakeParser, PlainParser
@@ -25,6 +26,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.config_dict[SERVICE]
     chat = await _parse(request, service)
     prompt = await chat_ids(service, chat)
+    if chat.tools and not service.chat_template.shows_tools:
+        service.engine.notices.add(Reason.TOOLS_UNSEEN, "the chat template has no place for tools")
     make_parser, wishes = _reading(service, chat, prompt)
     reply = ChatReply(service.model_name, wishes, make_parser)
     return await respond(request, service, [prompt], wishes, reply)

@@ -153,3 +153,14 @@ async def test_reasoning_of_harmony_may_stay_in_the_content() -> None:
         _, answer = await served.post("/v1/chat/completions", body)
     message = answer["choices"][0]["message"]
     assert message == {"role": "assistant", "content": f"{reasoning}Noon."}
+
+
+async def test_a_template_without_a_place_for_tools_is_a_notice() -> None:
+    async with serving(chat_template="{{ messages[0].content }}") as served:
+        served.say("Noon.")
+        for _ in range(2):
+            status, _ = await served.post("/v1/chat/completions", CHAT | {"tools": TOOLS})
+            assert status == 200
+        _, props = await served.get("/props")
+    (notice,) = [n for n in props["engine"]["notices"] if n["reason"] == "tools_unseen"]
+    assert notice["count"] == 2

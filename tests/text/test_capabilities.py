@@ -108,3 +108,16 @@ def test_arguments_that_are_no_object_are_named_where_the_template_needs_one() -
         render(source, USER, {"role": "assistant", "tool_calls": calls})
     with pytest.raises(TemplateError):
         render("{{ 1 + 'a' }}", USER, {"role": "assistant", "tool_calls": calls[:1]})
+
+
+def test_calls_that_appear_only_beside_null_stand_alone() -> None:
+    source = (
+        "{% for m in messages %}[{% if m.content is none %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert render(source, USER, turn) == '[Hi][f{"a": 1}]'
+    assert render(source, USER, turn | {"content": "So"}) == '[Hi][So][f{"a": 1}]'
+    assert render(source, USER, {"role": "assistant", "content": None}) == "[Hi][]"
