@@ -96,17 +96,21 @@ class ReplyFormat:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         reasoning: bool,
+        said: str = "",
     ) -> ReplyParser:
         """A parser for one answer.
 
         prompt_end  the last words of the prompt: it may end inside of reasoning
         tools       definitions whose calls are looked for; None: calls stay text
         reasoning   whether reasoning is told apart
+        said        the text that the answer continues
         """
         if self.harmony:
             return HarmonyParser(prompt_end, calls=bool(tools), reasoning=reasoning)
         schemas = schemas_of(tools)
-        inside = self.think is not None and prompt_end.rstrip().endswith(self.think[0])
+        think = self.think or ("", "")
+        opened = self.think is not None and prompt_end.rstrip().endswith(think[0])
+        inside = self.think is not None and said.rfind(think[0]) > said.rfind(think[1])
         if self.calls is None or not tools:
             markup = TagMarkup(self.think, None, tells=reasoning)
         else:
@@ -120,7 +124,7 @@ class ReplyFormat:
                 tuple(map(bare.format, schemas)) if bare else (),
                 tells=reasoning,
             )
-        return TagParser(markup, thinking=inside)
+        return TagParser(markup, thinking=opened or inside, after_marker=opened)
 
 
 def reply_format(template: str) -> ReplyFormat:

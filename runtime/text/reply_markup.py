@@ -97,18 +97,22 @@ class _Block:
 
 
 class TagParser:
-    """The `ReplyParser` of a `TagMarkup`; `thinking`: the prompt ended inside of reasoning.
+    """The `ReplyParser` of a `TagMarkup`.
+
+    thinking      the prompt ended inside of reasoning
+    after_marker  with nothing but white space behind the marker that began it
 
     Reasoning may talk about calls: a call inside of it is one only where nothing but calls follows,
     since some models call without ending their reasoning.
     """
 
-    def __init__(self, markup: TagMarkup, *, thinking: bool = False) -> None:
+    def __init__(
+        self, markup: TagMarkup, *, thinking: bool = False, after_marker: bool = False
+    ) -> None:
         self._markup = markup
         self._mode = _Mode.THINKING if thinking and markup.think else _Mode.TEXT
         self._held = ""  # a marker's beginning, white space before one, or a block of calls
-        # Whether nothing but white space has come since a marker:
-        self._after_marker = self._mode is _Mode.THINKING and markup.tells
+        self._after_marker = after_marker and markup.tells  # and only white space since
         self._block = _Block("", "", _Mode.TEXT)
         self._thought_calls: list[ToolCall] = []  # of the end of the reasoning so far
         self._thought_text = ""  # the same as text

@@ -47,7 +47,14 @@ def _reading(service: Service, chat: ChatRequest, prompt: list[int]) -> tuple[Ma
     if markup.is_plain or not (reasoning or chat.tools or markup.harmony):
         return PlainParser, chat.wishes
     prompt_end = service.engine.tokenizer.decode(prompt[-END_TOKENS:], special=True)
-    make_parser = partial(markup.parser, prompt_end, chat.tools, reasoning=reasoning)
+    said = chat.messages[-1]["content"] if chat.continue_final_message else ""
+    make_parser = partial(
+        markup.parser,
+        prompt_end,
+        chat.tools,
+        reasoning=reasoning,
+        said=said if isinstance(said, str) else "",
+    )
     return make_parser, replace(chat.wishes, special=True)
 
 

@@ -103,6 +103,19 @@ async def test_answers_are_thought_about_unless_nobody_wants_it(
     assert body == {"prompt": "" if thinks else "<think></think>"}
 
 
+async def test_a_continued_message_may_have_begun_to_reason() -> None:
+    begun = {"role": "assistant", "content": "<think>\nThe question is about the time, and so"}
+    async with serving(chat_template=TEMPLATE.replace("assistant:", "")) as served:
+        served.say(" on.\n</think>\n\nNoon.")
+        body = CHAT | {"messages": [*CHAT["messages"], begun]}
+        _, answer = await served.post("/v1/chat/completions", body)
+        begun["content"] += "</think>Well"
+        _, later = await served.post("/v1/chat/completions", body)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (" on.", "Noon.")
+    assert later["choices"][0]["message"]["content"] == " on.\n</think>\n\nNoon."
+
+
 async def test_a_call_that_is_cut_short_is_text() -> None:
     async with serving(chat_template=TEMPLATE) as served:
         served.say(ANSWER)
