@@ -21,10 +21,13 @@ _LONGEST = max(map(len, (*ENDS, MESSAGE)))
 _END = re.compile("|".join(map(re.escape, ENDS)))
 _HEADER_END = re.compile("|".join(map(re.escape, (*OVER, MESSAGE))) + r"|(?<=.)<\|start\|>", re.S)
 _MARKER = re.compile(r"<\|\w+\|>")
-# Every beginning of a header matches, too.
+# Every beginning of a header matches, too.  Tried with every piece of an answer, therefore bounded
+# and without ways back.
+_SPACE, _WORD, _TO = r"\s{0,16}+", r"(?:(?!to=)\w{1,64}+)?+", r"(?:to=[^\s<]{0,256}+)?+"
 _HEADER = re.compile(
-    r"(?:<\|start\|>)?\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*"
-    r"(?:<\|channel\|>\s*\w*\s*(?:to=[^\s<]*)?\s*)*(?:<\|constrain\|>)?\s*\w*\s*"
+    rf"(?:<\|start\|>)?+{_SPACE}(?:assistant)?+{_SPACE}{_TO}{_SPACE}"
+    rf"(?:<\|channel\|>{_SPACE}{_WORD}{_SPACE}{_TO}{_SPACE})*+"
+    rf"(?:<\|constrain\|>)?+{_SPACE}{_WORD}{_SPACE}"
 )
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(r"(?:<\|channel\|>|^)\s*(\w+)")

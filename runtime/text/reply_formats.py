@@ -47,9 +47,10 @@ class CallFormat:
     bare: str | None = None
 
 
-_NO_MARKER = r"\s*[^\s<]"
-_NO_NAME = r"\s*[^\s<{\[]+\s+[^\s<]"
-_NO_TAG = r"\s*[^\s<{\[]"
+# Tried with every piece of an answer, therefore bounded and without ways back.
+_NO_MARKER = r"\s{0,64}+[^<]"
+_NO_NAME = r"\s{0,64}+(?:\s|[^\s<{\[]{1,256}+(?:\s++)?[^\s<])"
+_NO_TAG = r"\s{0,64}+[^<{\[]"
 _CALLS = (
     CallFormat(DEEPSEEK_CALLS[0], DEEPSEEK_CALLS, read_deepseek, _NO_MARKER),
     CallFormat(KIMI_CALLS[0], KIMI_CALLS, read_kimi, _NO_MARKER),
