@@ -34,18 +34,18 @@ HERMES = "<think></think><tool_call>"
 )
 def test_10000_pieces(template: str, begin: str, piece: str) -> None:
     parser = reply_format(template).parser("", TOOLS, reasoning=True)
-    start = time.monotonic()
+    start = time.process_time()
     parser.push(begin)
     for _ in range(N_PIECES):
         parser.push(piece)
     parser.end()
-    assert time.monotonic() - start < SECONDS
+    assert time.process_time() - start < SECONDS
 
 
 def test_a_header_of_white_space_that_is_none() -> None:
     parser = reply_format(HARMONY).parser("", TOOLS, reasoning=True)
     text = "<|channel|>" + 2000 * " " + "!"
-    start = time.monotonic()
+    start = time.process_time()
     parts = [*parser.push(text), *parser.end()]
-    assert time.monotonic() - start < SECONDS
+    assert time.process_time() - start < SECONDS
     assert "".join(part.text for part in parts) == text  # type: ignore[union-attr]
