@@ -20,7 +20,7 @@ from runtime.commands.bench_matrix import (
     tests,
 )
 from runtime.commands.bench_report import Report, Result, Row
-from runtime.commands.options import add_model, say_demonstration, whole_number
+from runtime.commands.options import add_model, file_name, say_demonstration, whole_number
 from runtime.config import CACHE_TYPES, DEVICES, EngineConfig
 from runtime.errors import ConfigError
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    return [file_name(name) for name in text.split(",")]
 
 
 def cache_types(text: str) -> list[str]:

@@ -78,6 +78,14 @@ def whole_number(low: int) -> Callable[[str], int]:
     return convert
 
 
+def file_name(text: str) -> str:
+    """An argparse type: the name of a file.  An empty one, as of a shell variable that is not set,
+    would otherwise count as none."""
+    if not text:
+        raise argparse.ArgumentTypeError("the file's name is empty")
+    return text
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The model and what the machine may spend."""
     add_model(parser)
@@ -86,7 +94,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_model(
     parser: argparse.ArgumentParser,
-    convert: Callable[[str], Any] = str,
+    convert: Callable[[str], Any] = file_name,
     what: str = "GGUF file",
     metavar: str = "FILE",
 ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.commands.options import CommandParser, add_model
+from runtime.commands.options import CommandParser, add_model, file_name
 from runtime.config import BUNDLED_MODEL
 from runtime.errors import ConfigError
 
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def of_model(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """With -m alone: the action has a positional argument of its own, or deletes."""
-    parser.add_argument("-m", "--model", metavar="FILE", help="default: the bundled model")
+    parser.add_argument(
+        "-m", "--model", type=file_name, metavar="FILE", help="default: the bundled model"
+    )
     parser.set_defaults(model_argument=None)
     return parser
 

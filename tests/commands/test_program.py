@@ -61,6 +61,9 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["run", "-l", "15"], "-l"),
         (["inspect", "--vram", "much"], "--vram"),
         (["bench", "a,b", "-m", "c"], "a,b and -m c"),
+        (["bench", "a,"], "the file's name is empty"),
+        (["profile", "show", ""], "the file's name is empty"),
+        (["profile", "forget", "-m", ""], "the file's name is empty"),
         (["logits", "--tokens", "1,2", "--split", "9", "--out", "x"], "--split"),
     ],
 )
@@ -92,6 +95,8 @@ OTHER_WORDS = {"serve", "profile", "trace"}
         (["a.gguf", "-m", "a.gguf"], 1, "a.gguf"),
         (["a.gguf", "-m", "b.gguf"], 2, "-m"),
         (["-m", "b.gguf", "a.gguf"], 2, "-m"),
+        ([""], 2, "MODEL: the file's name is empty"),
+        (["-m", ""], 2, "-m/--model: the file's name is empty"),
     ],
 )
 @pytest.mark.usefixtures("empty_folder")
