@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from runtime.config import MIN_CONTEXT
 from runtime.errors import ModelError
 from runtime.models.checked_tensors import TOKEN_EMBEDDING, CheckedTensors
 from runtime.models.gguf_header import MetadataValue
@@ -292,7 +293,7 @@ class SpecBuilder(CheckedTensors):
             name=_name(self.keys.metadata, self.path),
             n_vocab=n_vocab,
             n_embd=self.n_embd,
-            n_ctx_train=self.keys.count("context_length"),
+            n_ctx_train=self.keys.count("context_length", at_least=MIN_CONTEXT),
             eps=self.keys.positive("attention.layer_norm_rms_epsilon"),
             token_embedding=embedding,
             layers=tuple(layers),

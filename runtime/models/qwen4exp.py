@@ -123,7 +123,7 @@ def _memory(builder: SpecBuilder, layer: int, n_stream: int) -> NgramMemorySpec:
         multipliers=multipliers,
         offsets=offsets,
         sizes=sizes,
-        end_token=keys.count("ple.eos_token_id", at_least=0),
+        end_token=keys.count("ple.eos_token_id", at_least=0, at_most=builder.n_vocab() - 1),
         key=builder.linear(f"{prefix}key", n_embd, width),
         value=builder.linear(f"{prefix}value", n_embd, n_embd),
         key_norm=_stream_norm(builder, f"{prefix}norm_key", n_stream),

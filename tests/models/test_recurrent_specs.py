@@ -132,6 +132,7 @@ WRONG: list[tuple[str, str, Any]] = [
     ("qwen4exp", "ple.head_vocab_sizes", u64(101, 0, 107, 109)),
     ("qwen4exp", "ple.head_offsets", u64(0, 101, 204, 312)),
     ("qwen4exp", "ple.head_offsets", u64(0, 101, 204)),
+    ("qwen4exp", "ple.eos_token_id", 96),
     ("glm5_next", "kda.head_dim", 15),
     ("glm5_next", "kda.gate_lower_bound", float("inf")),
     ("glm5_next", "kda.gate_lower_bound", True),
