@@ -192,9 +192,9 @@ def open_placed(config: EngineConfig, progress: Progress) -> Opened:
 
 def _read_file(model: Model) -> ModelFacts:
     """What callers may know of the model.  Raises: ModelError for what opening it does not read."""
-    from runtime.models.vectors import check_vectors
+    from runtime.models.vectors import check_numbers
 
-    check_vectors(model)
+    check_numbers(model)
     return facts_of(model)
 
 
