@@ -382,5 +382,6 @@ class Engine:
     def _model_key(self) -> str:
         """What saved pages depend on."""
         config, model = self.config, self.model
+        sizes = f"{model.n_vocab} {model.n_bytes}"
         cache = f"{config.cache_type_k} {config.cache_type_v}"
-        return f"{model.architecture} {model.name} {model.n_vocab} {model.n_bytes} {cache}"
+        return f"{model.architecture} {model.name} {sizes} {cache} {model.fingerprint}".rstrip()

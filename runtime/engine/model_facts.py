@@ -24,6 +24,7 @@ class ModelFacts:
     path        the file; None for the fake model
     n_params    weights; n_bytes: what they take in the file; both 0 for the fake model
     file_type   `general.file_type` as the file has it, else -1
+    fingerprint   tells its weights from those of others of the same sizes; empty for the fake model
     text_error, template_error   why there is no tokenizer or no chat template
     """
 
@@ -37,6 +38,7 @@ class ModelFacts:
     n_params: int = 0
     n_bytes: int = 0
     n_expert: int = 0
+    fingerprint: str = ""
     text: Tokenizer | None = field(default=None, repr=False)
     text_error: str = ""
     template: ChatTemplate | None = field(default=None, repr=False)
@@ -68,6 +70,8 @@ class ModelFacts:
 
 def facts_of(model: Model) -> ModelFacts:
     """The facts of an open model file."""
+    from runtime.models.fingerprint import fingerprint
+
     spec = model.spec
     tensors = model.file.tensors.values()
     tokenizer, text_error = open_tokenizer(model.metadata, model.path.name)
@@ -83,6 +87,7 @@ def facts_of(model: Model) -> ModelFacts:
         n_params=sum(prod(tensor.shape) for tensor in tensors),
         n_bytes=sum(tensor.n_bytes for tensor in tensors),
         n_expert=spec.n_expert_max,
+        fingerprint=fingerprint(model),
         text=tokenizer,
         text_error=text_error,
         template=template,

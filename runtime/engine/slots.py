@@ -74,7 +74,11 @@ class Slots:
         self._tokens(slot)
         image = await self._steps.off_loop(lambda: SlotImage.from_bytes(data))
         if (image.model, image.page_tokens) != (self._model_key, self._kv.page_tokens):
-            raise RequestError("filename", f"saved by another model: {image.model}")
+            raise RequestError(
+                "filename",
+                f"saved by a model that is not this one ({self._model_key}), or by an earlier "
+                f"version of this program: {image.model}",
+            )
 
         async def copy_in() -> None:
             restored = self._kv.restore(image.tokens)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 import runtime
 from runtime.engine.slot_image import SlotImage
 from tests.support.fake_engine import fake, ids, read
+from tests.support.tiny_models import TINY_MODELS
 
 CONFIG = runtime.EngineConfig(device="fake", n_ctx=256)
 PROMPT = list(range(100))
@@ -74,9 +78,33 @@ async def test_a_damaged_image_is_refused(where: int) -> None:
 async def test_an_image_of_another_model_is_refused() -> None:
     image = SlotImage("another model", 16, [1], [b"x"]).to_bytes()
     async with runtime.open_engine(CONFIG) as engine:
-        with pytest.raises(runtime.RequestError, match="another model"):
+        with pytest.raises(runtime.RequestError, match="by a model that is not this one"):
             await engine.restore_slot(0, image)
         assert fake(engine).n_steps == 0
+
+
+async def test_an_image_of_a_finetune_is_refused(tmp_path: Path) -> None:
+    """Of the same name and sizes; and one of versions that did not look at the weights."""
+    configs = []
+    for name in ("plain", "trained"):
+        model = TINY_MODELS["olmoe"]()
+        model.metadata["general.name"] = "a model"
+        if name == "trained":
+            index = next(i for i, t in enumerate(model.tensors) if t.name == "blk.1.attn_v.weight")
+            data = model.tensors[index].data
+            model.tensors[index] = replace(model.tensors[index], data=data[256:] + data[:256])
+        path = model.write(tmp_path / f"{name}.gguf")
+        configs.append(runtime.EngineConfig(device="fake", model=path, n_ctx=256))
+    async with runtime.open_engine(configs[0]) as engine:
+        await read(engine, list(range(90)))
+        data, n_tokens = await engine.save_slot(0)
+        assert await engine.restore_slot(1, data) == n_tokens
+    image = SlotImage.from_bytes(data)
+    earlier = replace(image, model=image.model.rpartition(" ")[0])
+    async with runtime.open_engine(configs[1]) as engine:
+        for foreign in (image, earlier):
+            with pytest.raises(runtime.RequestError, match="saved by a model"):
+                await engine.restore_slot(1, foreign.to_bytes())
 
 
 @pytest.mark.parametrize("slot", [-1, 4, True], ids=str)
