@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ops.cpu.ledger import is_dry, zeros
 
 LINE = 64
 JOB = np.dtype(
@@ -37,9 +40,17 @@ def aligned(shape: int | tuple[int, ...], dtype: Any, alignment: int = LINE) -> 
     """An array of zeros that starts at a multiple of `alignment` bytes; pages are untouched."""
     dtype = np.dtype(dtype)
     n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(n_bytes + alignment, np.uint8)
+    raw = zeros(n_bytes + alignment)
     start = -raw.ctypes.data % alignment
     return raw[start : start + n_bytes].view(dtype).reshape(shape)
+
+
+def filled(shape: tuple[int, ...], values: Callable[[], NDArray[Any]]) -> NDArray[np.float32]:
+    """An aligned f32 array of these values, which nobody asks for where memory is only counted."""
+    made = aligned(shape, np.float32)
+    if not is_dry():
+        made[...] = values()
+    return made
 
 
 def address_of(array: NDArray[Any]) -> int:

@@ -54,6 +54,11 @@ class ActivationRows:
         return fields
 
     @property
+    def row_bytes(self) -> int:
+        """Of one row in all its forms."""
+        return sum(rows.stride for rows in self._rows.values())
+
+    @property
     def quantized(self) -> bool:
         """Whether any kind but f32 is wanted."""
         return len(self._rows) > 1

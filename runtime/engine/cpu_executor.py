@@ -16,6 +16,7 @@ from ops.cpu.clock import ClockedProgram, CycleClock
 from ops.cpu.compiling import Progress
 from ops.cpu.isa import choose_isa
 from ops.cpu.kv_layout import PAGE_TOKENS
+from ops.cpu.ledger import Ledger
 from ops.cpu.program import Program
 from ops.cpu.team import Team, TeamError, acquire_team
 from runtime.engine.closing import CLOSING_SECONDS, close_within
@@ -44,6 +45,8 @@ LOOK_SECONDS, STUCK_SECONDS = 0.5, 0.01
 class CPUExecutor:
     """An `Executor` on the CPU; made by `open_cpu_executor`.
 
+    activation_bytes  what steps with an output for each sequence touch beside pages and states
+
     The model must stay open as long as the executor.
     """
 
@@ -57,12 +60,14 @@ class CPUExecutor:
     ) -> None:
         self._model, self._limits, self._team = model, limits, team
         self._pages, self._states = pages, states
-        self._buffers = StepBuffers(limits, smallest_tile(model.spec))
-        self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
         self.timed = False
         self._cycles = CycleClock()
         self._clocked: ProgramTimes | None = None
-        self._build(Program)
+        with Ledger() as ledger:
+            self._buffers = StepBuffers(limits, smallest_tile(model.spec))
+            self._embedding = EmbeddingRows(model.weights[model.spec.token_embedding])
+            builder = self._build(Program)
+        self.activation_bytes = ledger.n_bytes - builder.unused_bytes(limits.max_sequences)
         self.recorder: RoutingRecorder | None = None
         self._times: list[StepTimes] = []
         self.layers_computed = {"gpu": 0, "cpu": 0}
@@ -71,7 +76,7 @@ class CPUExecutor:
         self._running = False
         self._closed = False
 
-    def _build(self, make: Callable[[int], Program]) -> None:
+    def _build(self, make: Callable[[int], Program]) -> ProgramBuilder:
         """Put the program of a step together, which steps from now on run."""
         model, limits = self._model, self._limits
         builder = ProgramBuilder(
@@ -98,6 +103,7 @@ class CPUExecutor:
             (NgramRows(memory, model.weights[memory.table]), rows.memory.view(np.float32))
             for memory, rows in builder.memories.filled
         ]
+        return builder
 
     def _keep_times(self) -> None:
         """Have steps from now on keep times: by a program of their own, with no step in flight."""
@@ -189,6 +195,7 @@ class CPUExecutor:
             "kv_bytes": self._pages.n_bytes,
             "kv_page_bytes": self._pages.page_bytes,
             "kv_pages": self._limits.n_pages,
+            "activation_bytes": self.activation_bytes,
             "page_tokens": self._limits.page_tokens,
             "state_bytes": self._states.n_bytes,
             "state_slot_bytes": self._states.slot_bytes,
@@ -283,17 +290,9 @@ def open_cpu_executor(
     """
     spec = model.spec
     compile_kernels(model, progress)
-    n_pages = -(-n_ctx // PAGE_TOKENS)
-    limits = ExecutorLimits(
-        n_vocab=spec.n_vocab,
-        n_pages=n_pages,
-        page_tokens=PAGE_TOKENS,
-        max_step_tokens=max_step_tokens,
-        max_sequences=max_sequences,
-        n_state_slots=state_slots_for(spec.state_bytes, max_sequences, n_snapshots),
-        n_previous=spec.n_previous,
-    )
-    pages = KVPages(spec, n_pages, cache_type_k, cache_type_v)
+    n_slots = state_slots_for(spec.state_bytes, max_sequences, n_snapshots)
+    limits = cpu_limits(spec, n_ctx, max_sequences, max_step_tokens, n_slots)
+    pages = KVPages(spec, limits.n_pages, cache_type_k, cache_type_v)
     try:
         team = acquire_team(n_threads)
     except TeamError as error:
@@ -304,6 +303,37 @@ def open_cpu_executor(
     except BaseException:
         team.release()
         raise
+
+
+def cpu_limits(
+    spec: ModelSpec, n_ctx: int, max_sequences: int, max_step_tokens: int, n_state_slots: int
+) -> ExecutorLimits:
+    """Of an executor with so many KV cells, rounded up to whole pages."""
+    return ExecutorLimits(
+        n_vocab=spec.n_vocab,
+        n_pages=-(-n_ctx // PAGE_TOKENS),
+        page_tokens=PAGE_TOKENS,
+        max_step_tokens=max_step_tokens,
+        max_sequences=max_sequences,
+        n_state_slots=n_state_slots,
+        n_previous=spec.n_previous,
+    )
+
+
+def planned_activation_bytes(
+    model: Model, limits: ExecutorLimits, n_workers: int, cache_types: tuple[str, str]
+) -> int:
+    """What an executor's `activation_bytes` would be: its program is put together on paper."""
+    pages, states = KVPages(model.spec, 1, *cache_types), StateSlots(model.spec, 1)
+    n_tokens, embedding = limits.max_step_tokens, model.weights[model.spec.token_embedding]
+    with Ledger(dry=True) as ledger:
+        held = StepBuffers(limits, smallest_tile(model.spec)), EmbeddingRows(embedding)
+        builder = ProgramBuilder(model, held[0], pages, states, n_workers, n_tokens)
+        try:
+            builder.build()
+        finally:
+            builder.program.close()
+    return ledger.n_bytes - builder.unused_bytes(limits.max_sequences)
 
 
 def smallest_tile(spec: ModelSpec) -> int:

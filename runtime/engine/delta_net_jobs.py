@@ -11,7 +11,7 @@ from ops.cpu import gates
 from ops.cpu.convolution import CHANNELS, CONVOLUTION, convolution
 from ops.cpu.delta_net import DELTA_NET, SCRATCH_ROWS, delta_net
 from ops.cpu.job import record
-from ops.cpu.program import address_of, aligned
+from ops.cpu.program import address_of, aligned, filled
 from runtime.engine.activation_rows import ActivationRows, Rows
 from runtime.engine.mixer_jobs import MixerParts
 from runtime.engine.step_chunks import StepRows
@@ -84,10 +84,12 @@ class DeltaNetJobs:
 
     def _convolution(self, layer: int, mixer: DeltaNetSpec, qkv: Rows, states: int) -> None:
         parts = self._parts
-        weights = [
-            parts.model.weights[name].to_f32().reshape(-1, mixer.n_taps) for name in mixer.conv
-        ]
-        by_tap = np.ascontiguousarray(np.concatenate(weights).T)
+        weights = [parts.model.weights[name] for name in mixer.conv]
+
+        def taps() -> NDArray[np.float32]:
+            return np.concatenate([w.to_f32().reshape(-1, mixer.n_taps) for w in weights]).T
+
+        by_tap = filled((mixer.n_taps, mixer.n_channels), taps)
         scratch = aligned((parts.n_workers, CHANNELS), np.float32)
         args = record(
             CONVOLUTION,

@@ -11,6 +11,7 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
+from ops.cpu.program import filled
 from runtime.models.weights import Weight
 
 KEPT_BYTES = 32 << 20
@@ -29,7 +30,8 @@ class EmbeddingRows:
         self.table: NDArray[np.float32] | None = None
         """f32[n_vocab, n_embd], or None: then `copy_to` is needed."""
         if 4 * n_embd * n_vocab <= KEPT_BYTES:
-            self.table = np.ascontiguousarray(weight.to_f32().reshape(n_vocab, n_embd))
+            shape = (n_vocab, n_embd)
+            self.table = filled(shape, lambda: weight.to_f32().reshape(shape))
 
     async def copy_to(self, out: NDArray[np.float32], token_ids: NDArray[np.int32]) -> None:
         """out[i] = the row of token_ids[i]."""

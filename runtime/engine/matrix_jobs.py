@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ops.cpu.job import record
 from ops.cpu.linear import MATRIX, PART, PRODUCTS, products
 from ops.cpu.matmul import SCRATCH_BYTES, matmul_address
-from ops.cpu.program import Program, address_of, aligned
+from ops.cpu.program import Program, address_of, aligned, filled
 from runtime.engine.activation_rows import ActivationRows, Rows
 from runtime.engine.step_chunks import StepRows
 from runtime.models.model import Model
@@ -48,7 +48,8 @@ class MatrixJobs:
         if name is None:
             return 0
         if name not in self._vectors:
-            self._vectors[name] = np.ascontiguousarray(self._model.weights[name].to_f32())
+            weight = self._model.weights[name]
+            self._vectors[name] = filled(weight.shape[::-1], weight.to_f32)
         return address_of(self._vectors[name])
 
     def matrix(self, linear: Linear) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from ops.cpu.convolution import CHANNELS, CONVOLUTION, convolution
 from ops.cpu.job import record
 from ops.cpu.ngram_memory import NGRAM_MEMORY, gate_memory
 from ops.cpu.norm import NORM, norm
-from ops.cpu.program import address_of, aligned
+from ops.cpu.program import address_of, aligned, filled
 from runtime.engine.activation_rows import ActivationRows, Rows
 from runtime.engine.mixer_jobs import MixerParts
 from runtime.models.ngram_memory import NgramMemorySpec
@@ -78,8 +78,11 @@ class MemoryJobs:
 
     def _convolution(self, layer: int, memory: NgramMemorySpec, out: Rows, states: int) -> None:
         parts, n_channels = self._parts, memory.key.n_out
-        taps = parts.model.weights[memory.conv].to_f32().reshape(n_channels, memory.n_taps)
-        by_tap = np.ascontiguousarray(taps.T)
+        weight = parts.model.weights[memory.conv]
+        by_tap = filled(
+            (memory.n_taps, n_channels),
+            lambda: weight.to_f32().reshape(n_channels, memory.n_taps).T,
+        )
         scratch = aligned((parts.n_workers, CHANNELS), np.float32)
         args = record(
             CONVOLUTION,

@@ -169,10 +169,16 @@ def gpu_memory_plan(
 
 
 def cpu_memory_plan(
-    model: Model, config: EngineConfig, shape: ContextShape, machine: MachineFacts, reason: str
+    model: Model,
+    config: EngineConfig,
+    shape: ContextShape,
+    machine: MachineFacts,
+    reason: str,
+    activation_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Of a model on the CPU; reason: why there."""
+    """Of a model on the CPU; reason: why there; activation_bytes: where an executor knows them."""
     from ops.cpu.kv_layout import PAGE_TOKENS
+    from runtime.engine.cpu_executor import cpu_limits, planned_activation_bytes
     from runtime.engine.kv_pages import kv_page_bytes
     from runtime.engine.proposals import CPU_BATCH
     from runtime.engine.state_slots import n_state_slots
@@ -186,17 +192,25 @@ def cpu_memory_plan(
         None if snapshots is None else snapshots * shape.n_parallel,
         machine.ram_bytes,
     )
+    n_tokens = max(config.n_batch or CPU_BATCH, shape.n_parallel)
+    if activation_bytes is None:
+        n_ctx = shape.n_pages(PAGE_TOKENS) * PAGE_TOKENS
+        limits = cpu_limits(spec, n_ctx, shape.n_parallel, n_tokens, n_slots)
+        n_workers = config.n_threads or machine.n_cores
+        types = config.cache_type_k, config.cache_type_v
+        activation_bytes = planned_activation_bytes(model, limits, n_workers, types)
     host = (
         MemoryPart("model", model.file.n_bytes, "mapped; pages that nobody reads can leave"),
         MemoryPart(
             "keys and values", shape.n_pages(PAGE_TOKENS) * page_bytes, f"{shape.n_ctx} tokens"
         ),
         MemoryPart("states", n_slots * spec.state_bytes, f"{n_slots} sequences'"),
+        MemoryPart("activations", activation_bytes, "of the largest step; norms, rope's tables"),
     )
     choices = (
         Choice("device", "cpu", reason),
         *_context_choices(config, shape, on_gpu=False),
-        _chunk_choice(config, max(config.n_batch or CPU_BATCH, shape.n_parallel)),
+        _chunk_choice(config, n_tokens),
         _thread_choice(config, machine, 0),
     )
     held = tuple(part for part in host if part.n_bytes)

@@ -46,6 +46,7 @@ class MixerParts:
         source = x.f32
         if rows is not self.chunks.tokens:
             x = ActivationRows(self.n_tokens, x.width)
+            rows.own.append(x)
         part = self.matrices.part(linear, x, self.delta)
         self.row_jobs.quantize(f"{name}quantize", source, x, rows)
         self.matrices.products(f"{name}output", [part], rows)

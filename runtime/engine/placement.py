@@ -107,11 +107,9 @@ def _open_cpu(
         notices.add(Reason.NO_EFFECT, f"the CPU computes this model: {ignored} {verb} nothing")
     causes = [notice.text for notice in notices.all if notice.reason is Reason.CPU]
     reason = "; ".join(causes) or ("asked for" if config.device == "cpu" else "no GPU can")
-    return Ready(
-        executor,
-        shape,
-        cpu_memory_plan(model, config, shape, machine_here(with_gpus=False), reason),
-    )
+    machine, taken = machine_here(with_gpus=False), executor.activation_bytes
+    plan = cpu_memory_plan(model, config, shape, machine, reason, taken)
+    return Ready(executor, shape, plan)
 
 
 def _open_cuda(

@@ -105,6 +105,7 @@ class ProgramBuilder:
             rows = outputs if index == len(spec.layers) - 1 else self.chunks.tokens
             pending = self._layer(index, layer, pending, rows)
         out = ActivationRows(self._n_tokens, spec.n_embd)
+        outputs.own.append(out)
         output = self._matrices.part(spec.output, out, self._buffers.logits)
         norm, streams = spec.output_norm, spec.output_streams
         self._enter("output_", norm, streams, out, outputs, pending)
@@ -112,6 +113,12 @@ class ProgramBuilder:
         self.program.keep += [self._model, self._buffers, self._pages]
         self.chunks.freeze(self.program)
         return self.program
+
+    def unused_bytes(self, n_outputs: int) -> int:
+        """What steps with so many outputs never touch: room for more of them."""
+        row_bytes = self._buffers.logits.strides[0]
+        row_bytes += sum(rows.row_bytes for rows in self.chunks.outputs.own)
+        return max(self._n_tokens - n_outputs, 0) * row_bytes
 
     def _layer(
         self, index: int, layer: LayerSpec, pending: Mapping[str, int], rows: StepRows

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ops.cpu.heads import ROPE_NEOX, ROPE_NORM
-from ops.cpu.program import address_of
+from ops.cpu.program import address_of, filled
 from runtime.models.model import Model
 from runtime.models.rope import RopePairing, RopeSpec, rope_frequencies
 from runtime.models.vectors import rope_factors
@@ -37,11 +38,13 @@ class RopeTables:
 
     def _of(self, rope: RopeSpec) -> tuple[NDArray[Any], NDArray[Any]]:
         if rope not in self._tables:
-            factors = rope_factors(self._model, rope)
-            angles = np.arange(self._n_positions)[:, None] * rope_frequencies(rope, factors)
-            cosines, sines = (
-                np.ascontiguousarray(f(angles) * rope.magnitude, np.float32)
-                for f in (np.cos, np.sin)
-            )
+            shape = (self._n_positions, rope.n_rot // 2)
+            cosines = filled(shape, partial(self._values, rope, np.cos))
+            sines = filled(shape, partial(self._values, rope, np.sin))
             self._tables[rope] = (cosines, sines)
         return self._tables[rope]
+
+    def _values(self, rope: RopeSpec, of_angle: np.ufunc) -> NDArray[Any]:
+        frequencies = rope_frequencies(rope, rope_factors(self._model, rope))
+        values: NDArray[Any] = of_angle(np.arange(self._n_positions)[:, None] * frequencies)
+        return values * rope.magnitude

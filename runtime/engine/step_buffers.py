@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -65,7 +68,10 @@ class StepBuffers:
             counts=address_of(self._counts),
         )
         self._address = address_of(self._inputs)
-        self._fill = fill_function()
+
+    @cached_property
+    def _fill(self) -> Callable[..., int]:
+        return fill_function()
 
     def embed_from(self, table: NDArray[np.float32], x: Rows) -> None:
         """Let `fill` copy the tokens' rows of `table`, f32[n_vocab, n_embd], to `x`."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.cpu.program import Program
+from runtime.engine.activation_rows import ActivationRows
 
 JobChunks = list[tuple[int, int]]
 """(job, chunks that it has for each unit)"""
@@ -21,6 +22,7 @@ class StepRows:
     per_row: list[int] = field(default_factory=list)  # jobs of a chunk a row
     slices: JobChunks = field(default_factory=list)  # jobs with several chunks for each row
     if_any: JobChunks = field(default_factory=list)  # jobs that are skipped without rows
+    own: list[ActivationRows] = field(default_factory=list)  # that jobs on other rows do not use
 
 
 class StepChunks:

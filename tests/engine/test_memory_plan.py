@@ -309,6 +309,7 @@ async def test_an_open_engine_shows_the_plan_that_it_followed(
         assert engine.plan is not None
         parts = {part.name: part.n_bytes for part in engine.plan.host}
         assert parts["keys and values"] == facts["kv_bytes"]
+        assert parts["activations"] == facts["activation_bytes"]
         assert facts["plan"]["context"] == "64 tokens (asked for)"
         assert "keys and values" in facts["plan"]["memory"]["RAM"]
     assert all(line in caplog.text for line in engine.plan.lines())
