@@ -53,6 +53,14 @@ async def test_many_start_early_and_none_that_may_run_late(name: str, tmp_path: 
     assert not any(is_late and is_early for is_late, is_early in zip(late, early, strict=True))
 
 
+@pytest.mark.parametrize("name", ["glm-5.3-flash", "qwen3.8-flash-next"])
+async def test_products_before_results_return_start_early(name: str, tmp_path: Path) -> None:
+    plan = await decode_plan(name, tmp_path)
+    starts = {launch.name for launch in started(plan)}
+    outputs = {n.name for n in plan.launches if n.name.endswith("attention_output")}
+    assert outputs and outputs <= starts
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_beside_mailboxes_all_start_early_that_touch_no_branch(
     name: str, tmp_path: Path

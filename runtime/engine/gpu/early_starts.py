@@ -10,9 +10,10 @@ n-1 being the one before it there, with neither the beginning nor the end of a s
 * What it reads before its wait has to be there when it starts. Weights, control data, the table of
   experts and what earlier steps left always are, behind the first launches. `CONSTANT` names the
   kernels that read nothing else.
-* Kernels of `OLDER` also read what the step itself has made, at least three launches before. So
-  the one before such a launch does not start early: it starts when n-2 goes on, which is when all
-  before n-2 has ended.
+* Kernels of `OLDER` also read what a launch m of the step has made. A launch k that does not start
+  early starts when k-1 goes on, so all before k-1 have ended, and what comes behind k starts behind
+  it. So one from m+2 up to n itself must not: `_hold_back` makes it the first of them, where
+  none is one anyway.
 * Others, and those with an argument `late`, may read what n-2 has made: they do not start early.
 * Nor does a launch of `COUNTING` that reads where chosen keys end, which the step chooses.
 
@@ -30,7 +31,7 @@ for a mailbox that has no place yet: what comes behind the join starts when the 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from runtime.engine.gpu.launch_plan import LaunchPlan, Mark, PlannedLaunch
 
@@ -52,8 +53,8 @@ CONSTANT = frozenset(
 `tests/engine/test_gpu_early_starts.py` finds in the texts what each launch of a plan reads so soon,
 and that no launch that may still run makes it."""
 
-OLDER = frozenset({"gate_streams.ptx", "mix_streams.ptx"})
-"""Kernels that also read what launches of the step have made that are three before them or more."""
+OLDER = {"gate_streams.ptx": ("returns",), "mix_streams.ptx": ("x", "mix")}
+"""Kernels that also read what a launch of the step has made, and the arguments that say where."""
 
 COUNTING = frozenset({"attention_join.ptx", "latent_join.ptx"})
 """Kernels that read before they wait how many keys their tokens have: up to their positions, or as
@@ -74,19 +75,29 @@ def early_starts(plan: LaunchPlan) -> list[bool]:
             continue
         if not node.side:
             early[n] = follows and len(main) >= FIRST and _may_start(node, chosen)
-            if early[n] and node.kernel.source in OLDER:
-                early[main[-1]] = False
             main.append(n)
             follows = True
         n += 1
+    _hold_back(plan.launches, main, early)
     return early
 
 
+def _hold_back(launches: Sequence[PlannedLaunch], main: Sequence[int], early: list[bool]) -> None:
+    """Let no launch of `OLDER` start before what it reads is there; main: those of its branch."""
+    for at, n in enumerate(main):
+        names = OLDER.get(launches[n].kernel.source, ())
+        reads = {int(launches[n].arguments[name]) for name in names} - {0}
+        maker = at
+        while maker and not reads & set(launches[main[maker - 1]].arguments.values()):
+            maker -= 1
+        if maker and all([early[k] for k in main[maker + 1 : at + 1]]):  # maker - 1 made it
+            early[main[min(maker + 1, at)]] = False
+
+
 def _may_start(launch: PlannedLaunch, chosen: Set[float]) -> bool:
-    if launch.kernel.source in COUNTING and launch.arguments["positions"] in chosen:
+    source, arguments = launch.kernel.source, launch.arguments
+    # Several matrices with a vector each: a table that is made with the graph says where they lie.
+    is_constant = source in CONSTANT or (source == "expert_down.ptx" and not arguments["choices"])
+    if source in COUNTING and arguments["positions"] in chosen:
         return False
-    return (
-        launch.overlapped
-        and not launch.arguments.get("late")
-        and launch.kernel.source in CONSTANT | OLDER
-    )
+    return launch.overlapped and not arguments.get("late") and (is_constant or source in OLDER)
