@@ -11,7 +11,6 @@ count       address of the u32 number of tokens: blocks of later ones leave
 rounds      of the launch: pairs of rows of a team
 activation  index in `ops.gpu.activate.ACTIVATIONS`, with its limit
 scales_offset, sums_offset, record_bytes   `ops.arithmetic.activation_layout` of n
-late        not 0: what precedes the launch makes neither gate nor up, see `ops.gpu.linear`
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PARAMS = (
     *((name, "u64") for name in ("matrix", "table", "y", "count")),
     *((name, "u32") for name in ("n", "n_rows", "rounds", "activation")),
     ("limit", "f32"),
-    *((name, "u32") for name in ("scales_offset", "sums_offset", "record_bytes", "late")),
+    *((name, "u32") for name in ("scales_offset", "sums_offset", "record_bytes")),
 )
 
 

@@ -25,6 +25,8 @@ weights         f32[tokens, n_used], written
 experts         u64[tokens * n_used, 4], written: the chosen experts' rows of the table; zeros for
                 tokens of the grid that the step does not have
 shared_weights  f32[tokens], written: the sigmoid of the shared expert's gate
+late            not 0: what precedes the launch does not make the logits, and runs beside it: it is
+                waited for only before results are stored
 
 `group`: a counting sort of the choices by expert, one block, grid (1,).
 
@@ -89,6 +91,7 @@ ROUTE_PARAMS = (
     ("weights", "u64"),
     ("experts", "u64"),
     ("shared_weights", "u64"),
+    ("late", "u32"),
 )
 
 GROUP_PARAMS = (

@@ -74,9 +74,10 @@ class RouterRows:
 
 
 def shared_beside(parts: PlanParts, block: MoeSpec) -> bool:
-    """Whether the shared expert's launches run beside the router's.
+    """Whether the router's launches run beside the shared expert's.
 
     Of few tokens, neither fills a GPU: each needs what the launch before its predecessor made.
+    Weights of the shared expert, which are more, are under way before; the router's are not.
     """
     return block.shared is not None and takes_dense_down(parts, block.shared.dense)
 
@@ -118,15 +119,17 @@ def router_ahead(
     return ahead if is_alike else None
 
 
-def add_router(parts: PlanParts, layer: RouterLayer, x: DeviceRows) -> None:
-    """The router's product, and those with the shared expert's gate and the router ahead."""
-    rows = _rows(layer)
+def add_router(parts: PlanParts, layer: RouterLayer, x: DeviceRows, *, late: bool = False) -> None:
+    """The router's product, and those with the shared expert's gate and the router ahead; late: see
+    `add_products`."""
+    rows, name = _rows(layer), f"{layer.index}.router"
     out, n = Output(_logits(parts, rows), rows.stride), parts.n_tokens
-    add_products(parts, f"{layer.index}.router", rows.products, x, out, parts.token_count, n)
+    add_products(parts, name, rows.products, x, out, parts.token_count, n, late=late)
 
 
-def add_route(parts: PlanParts, layer: RouterLayer) -> Routed:
-    """The choice, of what `add_router` has made."""
+def add_route(parts: PlanParts, layer: RouterLayer, *, late: bool = False) -> Routed:
+    """The choice, of what `add_router` has made; late: the launch before this one has nothing to do
+    with it, so that it may run beside that."""
     rows = _rows(layer)
     routed, logits = _routed(parts, layer, rows), _logits(parts, rows)
     parts.plan.add(
@@ -139,6 +142,7 @@ def add_route(parts: PlanParts, layer: RouterLayer) -> Routed:
             "logits_stride": rows.stride,
             "shared_logits": logits + 4 * rows.gate if rows.gate else 0,
             "shared_stride": rows.stride,
+            "late": late,
         },
         overlapped=parts.overlapped,
     )

@@ -22,12 +22,9 @@ def takes_dense_down(parts: PlanParts, block: DenseSpec) -> bool:
 
 
 def add_dense_down(
-    parts: PlanParts, name: str, block: DenseSpec, rows: GateUp, result: int, *, late: bool = False
+    parts: PlanParts, name: str, block: DenseSpec, rows: GateUp, result: int
 ) -> None:
-    """f32[n_tokens, n_embd] at `result` = down activation(gate, up).
-
-    late: the launch before this one makes neither gate nor up, so that it may run beside it.
-    """
+    """f32[n_tokens, n_embd] at `result` = down activation(gate, up)."""
     n, n_rows = block.n_ff, block.down.n_out
     fmt, n_pairs = parts.format_of(block.down.weight), -(-n_rows // 2)
     gpu = Multiprocessors(parts.gpu.n_multiprocessors, parts.gpu.block_shared_bytes)
@@ -50,7 +47,6 @@ def add_dense_down(
             "rounds": launch.rounds,
             "activation": ACTIVATION_NUMBERS[block.activation],
             "limit": block.activation_limit,
-            "late": late,
             **record_fields(fmt.activation, n),
         },
         shared_bytes=launch.shared_bytes(fmt, n),

@@ -79,20 +79,20 @@ class FeedForwardLaunches:
         )
         return out.address
 
-    def _gate_up(self, name: str, block: DenseSpec, x: DeviceRows, *, late: bool = False) -> GateUp:
-        """The products gate and up; late: see `add_products`."""
+    def _gate_up(self, name: str, block: DenseSpec, x: DeviceRows) -> GateUp:
+        """The products gate and up."""
         parts, n_ff = self._parts, block.n_ff
         stride = -(-2 * n_ff // FLOATS) * FLOATS
         at = parts.room.place(f"gate up {stride}", 4 * parts.n_tokens * stride, PHASE)
         out, n = Output(at, stride), parts.n_tokens
         products = joined(block.gate_up)
-        add_products(parts, f"{name}.gate_up", products, x, out, parts.token_count, n, late=late)
+        add_products(parts, f"{name}.gate_up", products, x, out, parts.token_count, n)
         return GateUp(at, at + 4 * n_ff, stride)
 
-    def _dense_down(self, name: str, block: DenseSpec, rows: GateUp, *, late: bool = False) -> int:
-        """The rest of a block by one launch; late: see `add_dense_down`."""
+    def _dense_down(self, name: str, block: DenseSpec, rows: GateUp) -> int:
+        """The rest of a block by one launch."""
         result = self._dense_out(block.down.n_out)
-        add_dense_down(self._parts, f"{name}.down", block, rows, result, late=late)
+        add_dense_down(self._parts, f"{name}.down", block, rows, result)
         return result
 
     def _dense_out(self, n_out: int) -> int:
@@ -101,21 +101,22 @@ class FeedForwardLaunches:
     def _moe(
         self, layer: int, block: MoeSpec, x: DeviceRows, entry: NormEntry | None
     ) -> Mapping[str, int]:
-        parts, shared, name = self._parts, block.shared, f"{layer}.shared"
+        parts, shared = self._parts, block.shared
         number = self._moe_layers.index(layer)
         ahead = router_ahead(parts, self._moe_layers, number, block.router.linear)
         router = RouterLayer(layer, number, block, self._tables, ahead)
         beside = shared is not None and shared_beside(parts, block)
+        name = f"{layer}.router.shared" if beside else f"{layer}.shared"
         pending: dict[str, int] = {}
         if entry is not None:
             routed = add_choice(parts, router, x, entry)
         else:
-            add_router(parts, router, x)
             if shared is not None and beside:
-                rows = self._gate_up(name, shared.dense, x, late=True)
-            routed = add_route(parts, router)
+                rows = self._gate_up(name, shared.dense, x)
+            add_router(parts, router, x, late=beside)
             if shared is not None and beside:
-                pending["shared"] = self._dense_down(name, shared.dense, rows, late=True)
+                pending["shared"] = self._dense_down(name, shared.dense, rows)
+            routed = add_route(parts, router, late=beside)
         pending |= {"weights": routed.weights, "n_used": block.n_used}
         pending |= add_experts(parts, layer, block, x, routed)
         if shared is not None and not beside:

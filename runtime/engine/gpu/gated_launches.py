@@ -206,7 +206,6 @@ def _add_gates(parts: PlanParts, entry: Entry, low: Output) -> int:
                 "n_rows": up.n_out,
                 "activation": SILU_MUL,
                 "limit": 0.0,
-                "late": 0,
             },
             shared_bytes=launch.shared_bytes(fmt, width),
             overlapped=parts.overlapped,

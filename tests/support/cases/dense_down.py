@@ -58,7 +58,6 @@ def run(
             "scales_offset": scales_offset,
             "sums_offset": sums_offset,
             "record_bytes": record_bytes,
-            "late": n_rows % 2,
         },
         shared_bytes=launch.shared_bytes(fmt, n),
     )

@@ -41,6 +41,7 @@ class Setting:
     shared  there is a shared expert with a gate
     counted the grid has a token more than there are
     every   half of the experts have no address, and some of those are read in place; 0: all have
+    late    what the kernel reads is older than its predecessor
     """
 
     n_expert: int
@@ -52,11 +53,15 @@ class Setting:
     table: bool = True
     counted: bool = False
     every: int = 0
+    late: bool = False
 
 
 SMALL = {
     "softmax of 60": Setting(60, Routing(4, renormalise=True), gap=1, shared=True, counted=True),
     "softmax of 128": Setting(128, Routing(8, scale=2.5), table=False),
+    "softmax of 60, late": Setting(
+        60, Routing(4, renormalise=True), gap=1, shared=True, counted=True, late=True
+    ),
     "softmax of 300, more than 8": Setting(300, Routing(10, renormalise=True)),
     "chosen first, of 32": Setting(32, Routing(4, SOFTMAX_SELECTED)),
     "all of 5": Setting(5, Routing(5)),
@@ -152,6 +157,7 @@ def run_route(setting: Setting, kernel: Kernel, machine: Machine) -> Outcome:
             "in_place": int(setting.every > 0),
             "shared_logits": given(machine, gates, setting.shared),
             "shared_stride": 2,
+            "late": int(setting.late),
             **places,
         },
     )
