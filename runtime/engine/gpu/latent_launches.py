@@ -168,12 +168,12 @@ class LatentLaunches:
         want_inputs(parts, linears, narrow)
         name = f"{layer}.query_norm"
         add_norm(parts, name, mixer.query_norm, rows, narrow, {}, x_stride=stride)
-        self._keep(layer, mixer, index, late=True)
         products = joined(linears)
         n_q = products[-1].y_first + linears[-1].n_out
         q = parts.room.place(f"q {n_q}", 4 * n * n_q, PHASE)
         out = Output(q, n_q)
         add_products(parts, f"{layer}.query", products, narrow, out, parts.token_count, n)
+        self._keep(layer, mixer, index, late=True)
         if len(products) > 1:
             index["query"] = (q + 4 * products[1].y_first, n_q)
         return Projected(q, n_q, latents, stride, index)
