@@ -12,7 +12,7 @@ import numpy as np
 
 from ops.arithmetic import dot_rows, quantize_rows
 from ops.gpu.activate import ACTIVATIONS, SWIGLU, activated
-from ops.gpu.kernel import Kernel, activation_defines
+from ops.gpu.kernel import Kernel, activation_defines, early_table_defines
 from ops.gpu.row_launch import (
     BLOCK_FORMATS,
     TEAMS,
@@ -73,7 +73,7 @@ def expert_gate_up(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
     return Kernel(
         entry=f"expert_gate_up_{fmt.name.lower()}",
         source="expert_gate_up.ptx",
-        defines=launch.defines(fmt),
+        defines=launch.defines(fmt) | early_table_defines(fmt),
         params=(
             *((name, "u64") for name in ("records", "experts", "table", "h", "choices")),
             *((name, "u64") for name in ("gate_scales", "gate_biases")),

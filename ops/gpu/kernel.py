@@ -243,6 +243,21 @@ def table_copies_bytes(fmt: BlockFormat) -> int:
     return N_COPIES[_table_kind(fmt)] * format_table(fmt).nbytes
 
 
+def early_table_defines(fmt: BlockFormat) -> dict[str, str | int]:
+    """The macros of `expert_gate_up` that copy a grid before the predecessor has ended.
+
+    They replace one of `format_defines`. Grids without copies of their own come later.
+    """
+    kind = TABLE_COPIES.get(fmt.name)
+    if kind is None:
+        return {"BEGIN": '"inc/table_none.inc.ptx"'}
+    return {
+        "BEGIN": '"inc/table_early.inc.ptx"',
+        "EARLY_TABLE": f'"inc/table_{kind}.inc.ptx"',
+        "LOAD_TABLE": f'"inc/own_{kind}.inc.ptx"',
+    }
+
+
 def _table_kind(fmt: BlockFormat) -> str:
     one = "plain" if format_table(fmt).nbytes else "none"
     return TABLE_COPIES.get(fmt.name, one)

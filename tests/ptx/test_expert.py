@@ -96,6 +96,14 @@ def test_denser_blocks_only_if_shared_memory_holds_them() -> None:
     assert (chosen.min_blocks, chosen.rounds) == (3, 6)
 
 
+def test_copies_of_a_grid_are_made_before_the_predecessor_has_ended() -> None:
+    for name in ("IQ3_XXS", "IQ2_XXS"):
+        fmt = FORMATS[name]
+        text = expert_gate_up(fmt, gate_up_launch(fmt, 32, overlapped=True)).text
+        assert text.index("shfl.sync.idx") < text.index("griddepcontrol.wait")
+        assert text.count("[table]") == 1, "and not again"
+
+
 def test_shared_memory_bounds_how_many_run_at_once() -> None:
     fmt = FORMATS["Q6_K"]
     launch = gate_up_launch(fmt, 32)
