@@ -113,7 +113,9 @@ def variants() -> Iterator[tuple[str, Kernel]]:
     """Every format and team, overlapped; one format alone as well."""
     for gate_up, down, fmt in launches():
         variant = f"team {down.team}{', overlapped' if down.overlapped else ''}"
-        if down.min_blocks > down_launch(fmt, down.team).min_blocks:
+        if down.block > RowLaunch.block:
+            variant += f", {down.block} threads"
+        elif down.min_blocks > down_launch(fmt, down.team).min_blocks:
             variant += f", {down.min_blocks} blocks"
         for kernel in (expert_gate_up(fmt, gate_up), expert_down(fmt, down)):
             yield f"{kernel.entry} ({variant})", kernel
@@ -128,8 +130,8 @@ def launches() -> Iterator[tuple[RowLaunch, RowLaunch, BlockFormat]]:
                 gate_up = gate_up_launch(fmt, team, overlapped=overlapped)
                 down = down_launch(fmt, team, overlapped=overlapped)
                 yield gate_up, down, fmt
-                if denser(down) != down:
-                    yield denser(gate_up), denser(down), fmt
+                if denser(down, fmt) != down:
+                    yield denser(gate_up, fmt), denser(down, fmt), fmt
 
 
 def _check(fmt: BlockFormat) -> None:

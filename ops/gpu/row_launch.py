@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ops.arithmetic import FLOAT_PARTIALS, activation_layout
 from ops.gpu.kernel import (
     CHUNK_ELEMS,
+    TABLE_COPIES,
     WARP,
     float_defines,
     format_defines,
@@ -234,25 +235,42 @@ def expert_launch(
     launch: RowLaunch, fmt: BlockFormat, n: int, n_pairs: int, gpu: Multiprocessors
 ) -> RowLaunch:
     """`in_one_wave` of gate and up or of down, by denser blocks where these need so few rounds that
-    fewer teams idle in the last one, or that it is half as many.
+    fewer teams idle in the last one, or that it is half as many; those that share copies of a grid
+    wherever they need fewer.
 
     On an H200 both of 8 experts of 4096x2048 took 37.2 us with 3 blocks and 6 rounds, then 2 and 8,
     32.3 with 4 and 4 each (Q4_K). Gate and up of 2048x768 take two rounds either way: 5.4 us with
-    3 blocks, 6.0 with 4 (Q2_K).
+    3 blocks, 6.0 with 4 (Q2_K); 8.1 with 3, 8.8 with 2 of 512 threads (IQ3_XXS). Of 64 slots they
+    take 16 rounds and 52.8 us, or 12 and 49.0.
     """
-    usual, dense = in_one_wave(launch, fmt, n, n_pairs, gpu), denser(launch)
-    if dense == launch or _fitting(dense, fmt, n, gpu) < dense.min_blocks:
+    usual, dense = in_one_wave(launch, fmt, n, n_pairs, gpu), denser(launch, fmt)
+    usual_teams, dense_teams = (_teams_at_once(one, fmt, n, gpu) for one in (usual, dense))
+    if dense_teams <= usual_teams:
         return usual
     dense = in_one_wave(dense, fmt, n, n_pairs, gpu)
-    fewer_idle = dense.rounds * dense.min_blocks < usual.rounds * usual.min_blocks
+    if dense.block > usual.block:
+        return dense if dense.rounds < usual.rounds else usual
+    fewer_idle = dense.rounds * dense_teams < usual.rounds * usual_teams
     return dense if fewer_idle or 2 * dense.rounds <= usual.rounds else usual
 
 
-def denser(launch: RowLaunch) -> RowLaunch:
-    """The launch with `DENSE_BLOCKS`; the same if it has these or smaller teams."""
+def denser(launch: RowLaunch, fmt: BlockFormat) -> RowLaunch:
+    """The launch with `DENSE_BLOCKS`, or half as many of twice the threads where these share copies
+    of a grid; the same if it has as many or smaller teams.
+
+    Shared memory would hold three of such blocks of 256 threads on an H200, and one, of either
+    size, where a multiprocessor has 100 KB.
+    """
     if launch.team < WARP or launch.min_blocks >= DENSE_BLOCKS:
         return launch
+    if fmt.name in TABLE_COPIES:
+        return replace(launch, block=2 * launch.block, min_blocks=DENSE_BLOCKS // 2)
     return replace(launch, min_blocks=DENSE_BLOCKS)
+
+
+def _teams_at_once(launch: RowLaunch, fmt: BlockFormat, n: int, gpu: Multiprocessors) -> int:
+    """Of a multiprocessor."""
+    return min(launch.min_blocks, _fitting(launch, fmt, n, gpu)) * launch.pairs
 
 
 def _fitting(launch: RowLaunch, fmt: BlockFormat, n: int, gpu: Multiprocessors) -> int:

@@ -96,6 +96,26 @@ def test_denser_blocks_only_if_shared_memory_holds_them() -> None:
     assert (chosen.min_blocks, chosen.rounds) == (3, 6)
 
 
+def test_larger_blocks_share_copies_of_a_grid_where_they_need_fewer_rounds() -> None:
+    h200, small = Multiprocessors(132, 232448), Multiprocessors(132, 101376)
+
+    def chosen(launch: RowLaunch, n: int, n_pairs: int, gpu: Multiprocessors) -> tuple[int, ...]:
+        found = expert_launch(launch, fmt, n, n_pairs, gpu)
+        return found.block, found.min_blocks, found.rounds
+
+    for name in ("IQ3_XXS", "IQ2_XXS"):
+        fmt = FORMATS[name]
+        gate_up, down = gate_up_launch(fmt, 32), down_launch(fmt, 32)
+        assert chosen(gate_up, 4096, 8 * 2048, h200) == (512, 2, 4), "not (256, 3, 6)"
+        assert chosen(gate_up, 4096, 8 * 1536, h200) == (512, 2, 3), "not (256, 3, 4)"
+        assert chosen(gate_up, 4096, 64 * 2048, h200) == (512, 2, 32), "not (256, 3, 42)"
+        assert chosen(gate_up, 2048, 64 * 768, h200) == (512, 2, 12), "not (256, 3, 16)"
+        assert chosen(gate_up, 2048, 8 * 768, h200) == (256, 3, 2), "two rounds either way"
+        assert chosen(down, 2048, 8 * 2048, h200) == (512, 2, 4), "not (256, 2, 8)"
+        assert chosen(gate_up, 4096, 8 * 2048, small) == (512, 2, 8), "alone: twice the warps"
+        assert chosen(down, 2048, 8 * 2048, small) == (512, 2, 8), "alone: twice the warps"
+
+
 def test_copies_of_a_grid_are_made_before_the_predecessor_has_ended() -> None:
     for name in ("IQ3_XXS", "IQ2_XXS"):
         fmt = FORMATS[name]
