@@ -44,14 +44,19 @@ SWIZZLES = {"quarters": (96, 2)}
 """The q's address bits that others change, and how far these are above; else `PLAIN_SWIZZLE`."""
 PLAIN_SWIZZLE = 48, 3
 
-TABLE_COPIES = {"IQ3_XXS": "lanes", "IQ2_XXS": "pairs"}
+TABLE_COPIES = {"IQ3_XXS": "lanes", "IQ2_XXS": "pairs", "IQ3_S": "odd"}
 """Formats whose row products keep a copy of the grid for each lane or two, in banks of its own.
 
 Larger grids would leave room for too few blocks: they have one copy.
 """
 
-N_COPIES = {"lanes": WARP, "pairs": WARP // 2, "plain": 1, "none": 0}
-"""Of a grid in shared memory, by the fragment that puts it there."""
+N_COPIES = {"lanes": WARP, "pairs": WARP // 2, "odd": WARP // 2, "plain": 1, "none": 0}
+"""Shared memory of a grid, as a multiple of it, by the fragment that puts it there.
+
+"odd" gives each lane a copy of half the size.
+"""
+
+NO_TABLE = '"inc/table_none.inc.ptx"'
 
 SHARED_GRIDS = {"IQ1_M": "IQ1_S"}
 """Formats that use the grid of another one."""
@@ -188,7 +193,7 @@ def _product_defines(fmt: BlockFormat, team: int) -> dict[str, str | int]:
         "SWIZZLE_SHIFT": swizzle_shift,
         "ROTATE": f'"inc/rotate_{WARP // team}.inc.ptx"',
         "HALVE": f'"inc/halve_{n_partials(fmt)}_team_{team}.inc.ptx"',
-        "LOAD_TABLE": f'"inc/table_{_table_kind(fmt)}.inc.ptx"',
+        **_table_defines(fmt),
     }
 
 
@@ -246,16 +251,24 @@ def table_copies_bytes(fmt: BlockFormat) -> int:
 def early_table_defines(fmt: BlockFormat) -> dict[str, str | int]:
     """The macros of `expert_gate_up` that copy a grid before the predecessor has ended.
 
-    They replace one of `format_defines`. Grids without copies of their own come later.
+    They replace some of `format_defines`. Grids without copies of their own come later.
     """
     kind = TABLE_COPIES.get(fmt.name)
     if kind is None:
-        return {"BEGIN": '"inc/table_none.inc.ptx"'}
+        return {"BEGIN": NO_TABLE}
     return {
         "BEGIN": '"inc/table_early.inc.ptx"',
         "EARLY_TABLE": f'"inc/table_{kind}.inc.ptx"',
-        "LOAD_TABLE": f'"inc/own_{kind}.inc.ptx"',
+        "LOAD_TABLE": f'"inc/own_{"pairs" if kind == "pairs" else "lanes"}.inc.ptx"',
+        "FILL_TABLE": NO_TABLE,
     }
+
+
+def _table_defines(fmt: BlockFormat) -> dict[str, str | int]:
+    """When a grid comes to shared memory: before the first weights are asked for, or then."""
+    kind = _table_kind(fmt)
+    place = "FILL_TABLE" if kind == "odd" else "LOAD_TABLE"
+    return {"LOAD_TABLE": NO_TABLE, "FILL_TABLE": NO_TABLE, place: f'"inc/table_{kind}.inc.ptx"'}
 
 
 def _table_kind(fmt: BlockFormat) -> str:

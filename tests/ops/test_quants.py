@@ -129,6 +129,12 @@ def test_grids_are_read_only(name: str) -> None:
         grid(name)[0, 0] = 1
 
 
+def test_magnitudes_of_iq3_s_are_odd_and_small() -> None:
+    """The GPU's row product keeps k of 2 k + 1, in three bits."""
+    assert np.unique(grid("IQ3_S")).tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert grid("IQ3_S").shape == (512, 4)
+
+
 def test_signs_come_in_even_numbers() -> None:
     assert SIGN_MASKS[:4].tolist() == [0x00, 0x81, 0x82, 0x03]
     negative = (signs(SIGN_MASKS) < 0).sum(-1)

@@ -64,12 +64,20 @@ def test_blocks_of_all_slots_run_at_once() -> None:
 
 def test_small_blocks_follow_each_other() -> None:
     h200 = Multiprocessors(132, 232448)
-    for name in ("IQ3_S", "IQ4_XS"):
+    for name in ("Q4_K", "IQ4_XS"):
         fmt = FORMATS[name]
         small = gate_up_launch(fmt, best_team(fmt, 2560))
         assert small.block == 128
         rounds = [in_one_wave(small, fmt, 2560, 6400 * n, h200).rounds for n in (1, 2)]
         assert rounds == [1, 2]
+
+
+def test_blocks_with_copies_of_a_grid_are_not_small() -> None:
+    fmt, one_block = FORMATS["IQ3_S"], 101376
+    launch = gate_up_launch(fmt, best_team(fmt, 2560))
+    for shared_bytes, rounds in ((232448, 2), (one_block, 4)):
+        chosen = expert_launch(launch, fmt, 2560, 10 * 640, Multiprocessors(132, shared_bytes))
+        assert (chosen.team, chosen.block, chosen.min_blocks, chosen.rounds) == (16, 256, 2, rounds)
 
 
 def test_denser_blocks_where_they_idle_less() -> None:
@@ -103,7 +111,7 @@ def test_larger_blocks_share_copies_of_a_grid_where_they_need_fewer_rounds() -> 
         found = expert_launch(launch, fmt, n, n_pairs, gpu)
         return found.block, found.min_blocks, found.rounds
 
-    for name in ("IQ3_XXS", "IQ2_XXS"):
+    for name in ("IQ3_XXS", "IQ2_XXS", "IQ3_S"):
         fmt = FORMATS[name]
         gate_up, down = gate_up_launch(fmt, 32), down_launch(fmt, 32)
         assert chosen(gate_up, 4096, 8 * 2048, h200) == (512, 2, 4), "not (256, 3, 6)"
@@ -117,10 +125,10 @@ def test_larger_blocks_share_copies_of_a_grid_where_they_need_fewer_rounds() -> 
 
 
 def test_copies_of_a_grid_are_made_before_the_predecessor_has_ended() -> None:
-    for name in ("IQ3_XXS", "IQ2_XXS"):
+    for name in ("IQ3_XXS", "IQ2_XXS", "IQ3_S"):
         fmt = FORMATS[name]
         text = expert_gate_up(fmt, gate_up_launch(fmt, 32, overlapped=True)).text
-        assert text.index("shfl.sync.idx") < text.index("griddepcontrol.wait")
+        assert text.index("[table]") < text.index("griddepcontrol.wait")
         assert text.count("[table]") == 1, "and not again"
 
 
