@@ -1,7 +1,7 @@
 """The GPU kernel `delta_gates`: a delta net's gates and decays of a token by way of two matrices.
 
-The second products, and of the decays what `ops.gpu.delta_net.delta_inputs` makes of them.  It runs
-beside its predecessor, which must not be what makes `narrow`.  Grid `delta_gates_grid`.
+The second products, and of the decays what `ops.gpu.delta_net.delta_inputs` makes of them.  Grid
+`delta_gates_grid`.
 
 narrow        f32[2, n]: what gates and decays are made from
 gate_matrix, decay_matrix   n_rows rows of the format, 16-byte aligned
@@ -40,8 +40,6 @@ PARAMS = (
     *((name, "u32") for name in ("scales_offset", "sums_offset", "record_bytes")),
 )
 
-NO_WAIT = '"inc/grid_wait_none.inc.ptx"'
-
 
 def delta_gates(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
     """The kernel of a format of `GATE_FORMATS`.
@@ -51,13 +49,10 @@ def delta_gates(fmt: BlockFormat, launch: RowLaunch) -> Kernel:
     """
     if fmt.name not in GATE_FORMATS:
         raise LookupError(f"no kernel of gates for {fmt.name}")
-    defines = launch.defines(fmt) | activation_defines(fmt.activation)
-    next_grid = '"inc/grid_next.inc.ptx"' if launch.overlapped else NO_WAIT
-    waits = {"END_WAIT": defines["GRID_WAIT"], "GRID_WAIT": NO_WAIT, "NEXT_GRID": next_grid}
     return Kernel(
         entry=f"delta_gates_{fmt.name.lower()}",
         source="delta_gates.ptx",
-        defines=defines | waits,
+        defines=launch.defines(fmt) | activation_defines(fmt.activation),
         params=PARAMS,
         block=launch.block,
         reference=delta_gates_reference,

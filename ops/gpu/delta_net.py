@@ -48,6 +48,7 @@ INPUTS_PARAMS = (
     *((name, "u32") for name in ("slot_bytes", "x_stride", "n_key_head", "n_value_head", "dim")),
     *((name, "u32") for name in ("decays_stride", "decay_width", "has_floor", "betas_stride")),
     ("run", "u32"),
+    ("late", "u32"),
     *((name, "f32") for name in ("decay_floor", "q_scale", "l2_eps")),
 )
 NET_PARAMS = (

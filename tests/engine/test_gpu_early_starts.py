@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.synthetic import write_model
+from bench.synthetic.models import Shape
 from runtime.engine.gpu import captured_steps, early_starts
 from runtime.engine.gpu.launch_plan import Constants, Fork, PlannedLaunch
 from runtime.engine.gpu.plan_parts import PlanParts
@@ -37,10 +38,10 @@ def spread_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def plans(
-    name: str, tmp_path: Path, shapes: tuple[StepShape, ...], **settings: int
+    model_shape: Shape, tmp_path: Path, shapes: tuple[StepShape, ...], **settings: int
 ) -> list[PlanParts]:
     """The launches of steps of these shapes."""
-    write_model(tmp_path / "model.gguf", small(name), 4, 0.5)
+    write_model(tmp_path / "model.gguf", model_shape, 4, 0.5)
     with open_model(tmp_path / "model.gguf") as model:
         async with executor_of(model, tmp_path, hybrid_driver(), **settings) as executor:
             steps = executor._parts.steps
@@ -49,14 +50,23 @@ async def plans(
 
 @pytest.mark.parametrize("name", SMALL)
 async def test_what_is_read_before_the_wait_has_been_made(name: str, tmp_path: Path) -> None:
-    for parts in await plans(name, tmp_path, SHAPES):
+    for parts in await plans(small(name), tmp_path, SHAPES):
         assert list(collisions(parts)) == [], parts.shape
 
 
 @pytest.mark.parametrize("name", ["olmoe", "glm-5.3-flash"])
 async def test_it_has_beside_mailboxes_too(name: str, tmp_path: Path) -> None:
-    (parts,) = await plans(name, tmp_path, (ONE,), **MISSES)
+    (parts,) = await plans(small(name), tmp_path, (ONE,), **MISSES)
     assert any(isinstance(node, Fork) for node in parts.plan.nodes)
+    assert list(collisions(parts)) == []
+
+
+async def test_it_has_where_gates_come_by_way_of_two_matrices(tmp_path: Path) -> None:
+    shape = replace(small("glm-5.3-flash"), kda_dim=128, n_head=2)
+    (parts,) = await plans(shape, tmp_path, (ONE,))
+    names = [launch.name for launch in parts.plan.launches]
+    early = dict(zip(names, early_starts.early_starts(parts.plan), strict=True))
+    assert early["1.gates"] and names[names.index("1.gates") + 1] == "1.delta_inputs"
     assert list(collisions(parts)) == []
 
 
@@ -65,7 +75,7 @@ async def test_joins_of_chosen_keys_must_not_start_early(
 ) -> None:
     """They did, and so could read of a step before how many keys were chosen."""
     monkeypatch.setattr(early_starts, "COUNTING", frozenset())
-    (parts,) = await plans("qwen3.8-flash-next", tmp_path, (ONE,))
+    (parts,) = await plans(small("qwen3.8-flash-next"), tmp_path, (ONE,))
     found = "3.attention_join: positions before the wait, ends of 3.index_select"
     assert list(collisions(parts)) == [found]
 
@@ -81,7 +91,7 @@ async def test_joins_of_chosen_keys_must_not_start_early(
 async def test_a_kernel_that_reads_too_soon_is_found(
     launch: str, found: str, tmp_path: Path
 ) -> None:
-    (parts,) = await plans("olmoe", tmp_path, (ONE,))
+    (parts,) = await plans(small("olmoe"), tmp_path, (ONE,))
     for n, node in enumerate(parts.plan.nodes):
         if isinstance(node, PlannedLaunch) and node.name == launch:
             kernel = replace(node.kernel)

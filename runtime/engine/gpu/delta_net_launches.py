@@ -89,11 +89,13 @@ class DeltaNetLaunches:
         n_bytes = 4 * parts.n_tokens * row.stride
         rows = parts.room.place(f"delta products {row.stride}", n_bytes, PHASE)
         self._products(layer, mixer, x, Output(rows, row.stride))
-        self._inputs(layer, mixer, rows)
-        if self._is_pair(mixer):
-            self._gates(layer, mixer, rows)
-        result = self._recurrence(layer, mixer)
         n = mixer.n_value
+        gates = Output(rows + 4 * row.gate, row.stride)
+        if self._is_pair(mixer):
+            gates = Output(parts.room.place(f"delta gates {n}", 4 * n, PHASE), n)
+            self._gates(layer, mixer, rows, gates.address)
+        self._inputs(layer, mixer, rows)
+        result = self._recurrence(layer, mixer)
         gated = DeviceRows(parts.room, f"gated {n}", parts.n_tokens, n, PHASE)
         want_inputs(parts, [mixer.output], gated)
         parts.plan.add(
@@ -103,12 +105,12 @@ class DeltaNetLaunches:
             {
                 "counts": parts.token_count,
                 "x": result,
-                "gates": rows + 4 * row.gate,
+                "gates": gates.address,
                 "weight": parts.weights.vector(mixer.norm),
                 "out_f32": gated.wanted("f32"),
                 "q8_256": gated.wanted("q8_256"),
                 "q8_32": gated.wanted("q8_32"),
-                "gates_stride": row.stride,
+                "gates_stride": gates.stride,
                 "n": n,
                 "dim": mixer.head_dim,
                 "is_sigmoid": mixer.gate_function is GateFunction.SIGMOID,
@@ -146,8 +148,8 @@ class DeltaNetLaunches:
         alike = formats[0] is formats[1] and (a.n_in, a.n_out) == (b.n_in, b.n_out)
         return plain and alike and a.n_in == GATE_WIDTH and formats[0].name in GATE_FORMATS
 
-    def _gates(self, layer: int, mixer: DeltaNetSpec, rows: int) -> None:
-        """Gates and decays beside `delta_inputs`, which makes no decays then."""
+    def _gates(self, layer: int, mixer: DeltaNetSpec, rows: int, gates: int) -> None:
+        """Gates, f32[n_value] at `gates`, and decays; `delta_inputs` makes none then."""
         parts, row, taken = self._parts, DeltaRow.of(mixer), self._taken(mixer)
         gate, decay, vector = mixer.gate[1], mixer.decay[1], parts.weights.vector
         fmt, n, floor = parts.format_of(gate.weight), gate.n_in, mixer.decay_floor
@@ -163,7 +165,7 @@ class DeltaNetLaunches:
                 "gate_matrix": parts.weights.matrix(gate.weight),
                 "decay_matrix": parts.weights.matrix(decay.weight),
                 "table": parts.grid_table(fmt),
-                "gates": rows + 4 * row.gate,
+                "gates": gates,
                 "decay": taken.decay,
                 "decay_bias": vector(mixer.decay_bias),
                 "decay_rate": vector(mixer.decay_rate),
@@ -194,10 +196,10 @@ class DeltaNetLaunches:
         add_products(parts, name, [last], between, out, count, n)
 
     def _inputs(self, layer: int, mixer: DeltaNetSpec, rows: int) -> None:
-        """What the recurrence takes, at `_Taken`."""
+        """What the recurrence takes, at `_Taken`; beside `delta_gates` all but the decays."""
         parts, row, taken = self._parts, DeltaRow.of(mixer), self._taken(mixer)
-        n, floor = parts.n_tokens, mixer.decay_floor
-        width = 0 if self._is_pair(mixer) else decay_width(mixer)
+        n, floor, is_pair = parts.n_tokens, mixer.decay_floor, self._is_pair(mixer)
+        width = 0 if is_pair else decay_width(mixer)
         run = INPUTS_RUN if parts.shape.kind is StepKind.PREFILL and n >= MANY_TOKENS else 1
         parts.plan.add(
             f"{layer}.delta_inputs",
@@ -220,10 +222,11 @@ class DeltaNetLaunches:
                 "decay_rate": parts.weights.vector(mixer.decay_rate),
                 "has_floor": floor is not None,
                 "decay_floor": 0.0 if floor is None else floor,
-                "decay": taken.decay,
+                "decay": 0 if is_pair else taken.decay,
                 "betas": rows + 4 * row.beta,
                 "betas_stride": row.stride,
                 "run": run,
+                "late": is_pair,
                 "beta": taken.beta,
                 "n_key_head": mixer.n_key_head,
                 "n_value_head": mixer.n_value_head,

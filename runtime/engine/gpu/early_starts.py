@@ -41,8 +41,9 @@ FIRST = 4
 CONSTANT = frozenset(
     f"{name}.ptx"
     for name in (
-        *("activate", "attention", "attention_join", "choose_experts", "delta_inputs"),
-        *("delta_net", "dense_down", "expert_gate_up", "gated_norm", "gated_rows", "gated_sum"),
+        *("activate", "attention", "attention_join", "choose_experts", "delta_gates"),
+        *("delta_inputs", "delta_net", "dense_down", "expert_gate_up", "gated_norm"),
+        *("gated_rows", "gated_sum"),
         *("heads", "latent_decode", "latent_heads", "latent_join", "linear", "linear_float"),
         *("mixed_input", "norm", "quantize_q8", "route"),
     )

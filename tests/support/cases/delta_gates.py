@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,8 +18,10 @@ from tests.support.cases.expert import place_matrix, place_table
 from tests.support.machines import Machine
 
 TOLERANCE = 2e-6
-SMALL = ((2592, 2, 5, -5.0), (128, 3, 64, None))
-"""(values a row, heads, rows of a head, floor): more than a chunk; a round with rows left over."""
+SMALL = ((2592, 2, 5, -5.0), (128, 3, 128, None))
+"""(values a row, heads, rows of a head, floor): more than a chunk; with `MANY_ROUNDS` more rows
+of a block than threads."""
+MANY_ROUNDS = 5
 LARGE = (128, 64, 128, -5.0)
 
 
@@ -79,4 +82,5 @@ def cases() -> Iterator[Case]:
                 n, n_heads, dim, floor = shape
                 name = f"{n_heads} heads of {dim}x{n}, floor {floor}"
                 kernel = delta_gates(fmt, launch)
-                yield Case(name, kernel, partial(run, fmt, launch, shape), large)
+                rounds = launch if large else replace(launch, rounds=MANY_ROUNDS)
+                yield Case(name, kernel, partial(run, fmt, rounds, shape), large)

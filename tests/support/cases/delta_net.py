@@ -129,7 +129,9 @@ class Operands:
         return self.rng.uniform(low, high, shape).astype(np.float32)
 
 
-def run_inputs(s: Setting, overlapped: bool, run: int, m: Machine) -> Outcome:
+def run_inputs(
+    s: Setting, overlapped: bool, run: int, m: Machine, *, late: bool = False
+) -> Outcome:
     """Queries, keys, values, decays, betas, and the histories of all slots."""
     operands = Operands(s, m)
     n, channels, n_decays = s.n_tokens, s.n_channels, s.n_value_head * s.width
@@ -172,6 +174,7 @@ def run_inputs(s: Setting, overlapped: bool, run: int, m: Machine) -> Outcome:
             "has_floor": s.has_floor,
             "betas_stride": s.n_value_head,
             "run": run,
+            "late": int(late),
             "decay_floor": FLOOR,
             "q_scale": 0.25,
             "l2_eps": EPS,
@@ -338,6 +341,8 @@ def cases() -> Iterator[Case]:
             name = f"{s}, {n} a warp"
             kernel = delta_inputs(overlapped=overlapped)
             yield Case(name, kernel, partial(run_inputs, s, overlapped, n))
+        late = partial(run_inputs, RUNS, overlapped, 1, late=True)
+        yield Case(f"{RUNS}, late", delta_inputs(overlapped=overlapped), late)
         kernel = gated_norm(overlapped=overlapped)
         for dim, kinds, is_sigmoid in (
             (128, NORMS[0], False),
