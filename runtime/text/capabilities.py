@@ -173,7 +173,7 @@ def _is_object(arguments: Any) -> bool:
         return isinstance(arguments, Mapping)
     try:
         return isinstance(json.loads(arguments or "{}"), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -199,7 +199,7 @@ def _call(call: Any, capabilities: Capabilities) -> Any:
     if capabilities.object_arguments and isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return call
         arguments = parsed if isinstance(parsed, dict) else arguments
     elif not capabilities.object_arguments and isinstance(arguments, dict):

@@ -17,6 +17,8 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CHANNELS = ("analysis", "commentary", "final")
 OVER = ("<|end|>", "<|call|>", "<|return|>")
 ENDS = (*OVER, START, CHANNEL)
+LONGEST_HEADER = 1024
+"""Characters; more is text, so that reading it again with every piece stays cheap."""
 _LONGEST = max(map(len, (*ENDS, MESSAGE)))
 _END = re.compile("|".join(map(re.escape, ENDS)))
 _HEADER_END = re.compile("|".join(map(re.escape, (*OVER, MESSAGE))) + r"|(?<=.)<\|start\|>", re.S)
@@ -97,10 +99,10 @@ class HarmonyParser:
         if over is not None:
             self._held, self._lead = self._held[len(over) :], ""
             return True
-        end = _HEADER_END.search(self._held)
+        end = _HEADER_END.search(self._held, 0, LONGEST_HEADER + _LONGEST)
         uncertain = max(overlap(self._held, marker) for marker in (*ENDS, MESSAGE, "<|constrain|>"))
         header = self._held[: end.start() if end else len(self._held) - uncertain]
-        if not _HEADER.fullmatch(self._lead + header):
+        if len(header) > LONGEST_HEADER or not _HEADER.fullmatch(self._lead + header):
             marker = _MARKER.match(header)  # which would end the text at once
             self._open("")
             if marker is not None:

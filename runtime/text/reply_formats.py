@@ -11,9 +11,13 @@ from typing import Any
 from runtime.text.harmony import HarmonyParser
 from runtime.text.reply_markup import ReplyParser, TagMarkup, TagParser
 from runtime.text.tool_call_formats import (
+    ARGUMENT_END,
+    PARAMETER_END,
+    STRING_END,
     Reader,
     deepseek_marker,
     first_of,
+    may_end,
     read_argument_tags,
     read_bare_function_tags,
     read_deepseek,
@@ -37,6 +41,7 @@ class CallFormat:
     tags     the markers of a block of calls
     read     how the text of a block is read
     no_call  what it cannot begin with
+    ends     what ends a value where a block is no JSON
     bare     what of a function's name begins a block whose opening marker is left out
     """
 
@@ -44,6 +49,7 @@ class CallFormat:
     tags: tuple[str, str]
     read: Reader
     no_call: str
+    ends: re.Pattern[str] = STRING_END
     bare: str | None = None
 
 
@@ -54,12 +60,15 @@ _NO_TAG = r"\s{0,64}+[^<{\[]"
 _CALLS = (
     CallFormat(DEEPSEEK_CALLS[0], DEEPSEEK_CALLS, read_deepseek, _NO_MARKER),
     CallFormat(KIMI_CALLS[0], KIMI_CALLS, read_kimi, _NO_MARKER),
-    CallFormat("<arg_key>", TOOL_CALL, first_of(read_argument_tags, read_json), _NO_NAME),
+    CallFormat(
+        "<arg_key>", TOOL_CALL, first_of(read_argument_tags, read_json), _NO_NAME, ARGUMENT_END
+    ),
     CallFormat(
         ">value_1</parameter>",
         TOOL_CALL,
         first_of(read_bare_function_tags, read_json),
         _NO_TAG,
+        PARAMETER_END,
         bare="<function={}>",
     ),
     CallFormat(
@@ -67,9 +76,12 @@ _CALLS = (
         TOOL_CALL,
         first_of(read_function_tags, read_json),
         _NO_TAG,
+        PARAMETER_END,
         bare="<function={}>",
     ),
-    CallFormat(TOOL_CALL[0], TOOL_CALL, first_of(read_json, read_function_tags), _NO_TAG),
+    CallFormat(
+        TOOL_CALL[0], TOOL_CALL, first_of(read_json, read_function_tags), _NO_TAG, PARAMETER_END
+    ),
 )
 
 
@@ -122,6 +134,7 @@ class ReplyFormat:
                 self.calls.tags,
                 partial(_read, self.calls.read, schemas),
                 re.compile(self.calls.no_call),
+                partial(may_end, self.calls.ends),
                 tuple(map(bare.format, schemas)) if bare else (),
                 tells=reasoning,
             )

@@ -62,6 +62,7 @@ class TagMarkup:
     call        of a block of tool calls; None: not looked for
     read_calls  the calls in a block; empty where more text may complete it, None where none can
     no_call     what a block of calls cannot begin with
+    may_end     whether a value of a block that is open at a place can end before another one
     bare        what may begin a block without its opening marker, and is part of it
     tells       whether reasoning comes out as such, else as text with its markers
     """
@@ -70,6 +71,7 @@ class TagMarkup:
     call: tuple[str, str] | None
     read_calls: Callable[[str], Sequence[ToolCall] | None] = lambda body: None
     no_call: re.Pattern[str] = _NOTHING
+    may_end: Callable[[str, int, int], bool] = lambda body, start, stop: True
     bare: tuple[str, ...] = ()
     tells: bool = True
 
@@ -88,12 +90,14 @@ class _Block:
     lead     what of the marker is part of the block
     search   where in the text after the marker its end may begin
     inside   what it interrupted, text or reasoning
+    is_read  how far it has been read: a value of it is open there; 0: not yet
     """
 
     opening: str
     lead: str
     inside: _Mode
     search: int = 0
+    is_read: int = 0
 
 
 class TagParser:
@@ -180,8 +184,11 @@ class TagParser:
         if at < 0:
             block.search = max(block.search, len(self._held) - len(closing) + 1)
             return False
+        is_read, block.search = block.is_read, at + len(closing)
+        block.is_read = block.search
+        if is_read and not self._markup.may_end(self._held, is_read, at):
+            return True  # as before: reading all of it with every marker would take forever
         calls = self._markup.read_calls(block.lead + self._held[:at])
-        block.search = at + len(closing)
         if calls:
             self._take(calls, block.search, parts)
         elif calls is None:

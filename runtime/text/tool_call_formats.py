@@ -26,11 +26,15 @@ _FUNCTION_END = re.compile(r"\s*</function>\s*")
 _PARAMETER_END = r"</parameter>(?=\s*(?:<parameter=|</function>))"
 _PARAMETER = re.compile(rf"\s*<parameter=([^>\s]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
 _BARE_PARAMETER = re.compile(rf"\s*<parameter=([^>\s]+)>(.*?){_PARAMETER_END}", re.DOTALL)
+PARAMETER_END = re.compile(_PARAMETER_END)
 _PARAMETER_BEGIN = re.compile(r"\s*<parameter=[^>\s]+>")
 _ARGUMENT = re.compile(
     r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
 )
+ARGUMENT_END = re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 _ARGUMENT_BEGIN = re.compile(r"\s*<arg_key>[^<]*</arg_key>\s*<arg_value>")
+_IS_JSON = re.compile(r"\s*[{\[]")
+STRING_END = re.compile(r'(?<!\\)(?:\\\\)*"')
 
 
 def deepseek_marker(words: str) -> str:
@@ -67,13 +71,12 @@ def read_json(body: str, schemas: Schemas) -> list[ToolCall] | None:
     while rest:
         try:
             value, end = _DECODER.raw_decode(rest)
+            found = [_json_call(item) for item in (value if isinstance(value, list) else [value])]
         except (ValueError, RecursionError) as error:
             return _unless_incomplete(error)
-        for item in value if isinstance(value, list) else [value]:
-            call = _json_call(item)
-            if call is None:
-                return None
-            calls.append(call)
+        if None in found:
+            return None
+        calls += [call for call in found if call]
         rest = rest[end:].lstrip()
     return calls or None
 
@@ -98,7 +101,7 @@ def read_argument_tags(body: str, schemas: Schemas) -> list[ToolCall] | None:
         return None
     pairs, at = _consecutive(_ARGUMENT, body, begin)
     if at < len(body):
-        return [] if _ARGUMENT_BEGIN.match(body, at) else None
+        return _unless_open(_ARGUMENT_BEGIN, pairs, body, at)
     arguments = _arguments(pairs, schemas.get(name, {}))
     return None if arguments is None else [ToolCall(name, _dumped(arguments))]
 
@@ -118,11 +121,11 @@ def read_object(name: str, text: str) -> list[ToolCall] | None:
     """The call of `name` with arguments that are all of the text (harmony)."""
     try:
         value = _DECODER.decode(text.strip() or "{}")
+        if not isinstance(value, dict):
+            return None
+        return [ToolCall(name, _strict(text.strip() or "{}", value))]
     except (ValueError, RecursionError) as error:
         return _unless_incomplete(error)
-    if not isinstance(value, dict):
-        return None
-    return [ToolCall(name, _strict(text.strip() or "{}", value))]
 
 
 def first_of(*readers: Reader) -> Reader:
@@ -133,6 +136,15 @@ def first_of(*readers: Reader) -> Reader:
         return max(results, key=bool, default=None)
 
     return read
+
+
+def may_end(value_end: re.Pattern[str], body: str, start: int, stop: int) -> bool:
+    """Whether a value of a block that is open at `start` can end before `stop`.
+
+    value_end: what ends one where the block is no JSON
+    """
+    wanted = STRING_END if _IS_JSON.match(body) else value_end
+    return wanted.search(body, start, stop) is not None
 
 
 def _functions(parameter: re.Pattern[str], body: str, schemas: Schemas) -> list[ToolCall] | None:
@@ -146,7 +158,7 @@ def _functions(parameter: re.Pattern[str], body: str, schemas: Schemas) -> list[
         pairs, at = _consecutive(parameter, body, function.end())
         end = _FUNCTION_END.match(body, at)
         if end is None:
-            return [] if _PARAMETER_BEGIN.match(body, at) else None
+            return _unless_open(_PARAMETER_BEGIN, pairs, body, at)
         arguments = _arguments(pairs, schemas.get(function[1], {}))
         if arguments is None:
             return None
@@ -166,12 +178,12 @@ def _marked_json(begin: re.Pattern[str], end: str, body: str) -> list[ToolCall] 
             return None
         try:
             value, at = _DECODER.raw_decode(body, call.end())
+            closed = closing.match(body, at)
+            if closed is None or not isinstance(value, dict):
+                return None
+            calls.append(ToolCall(call["name"], _strict(body[call.end() : at], value)))
         except (ValueError, RecursionError) as error:
             return _unless_incomplete(error)
-        closed = closing.match(body, at)
-        if closed is None or not isinstance(value, dict):
-            return None
-        calls.append(ToolCall(call["name"], _strict(body[call.end() : at], value)))
         at = closed.end()
     return calls or None
 
@@ -194,6 +206,14 @@ def _arguments(
         name = pair[1].strip()
         arguments[name] = _value(pair[2], parameters.get(name))
     return arguments if len(arguments) == len(pairs) else None
+
+
+def _unless_open(
+    begin: re.Pattern[str], pairs: Sequence[re.Match[str]], body: str, at: int
+) -> list[ToolCall] | None:
+    """What a reader answers where the pairs end too early: only a value may go on."""
+    twice = len({pair[1].strip() for pair in pairs}) < len(pairs)  # more text would not help
+    return [] if begin.match(body, at) and not twice else None
 
 
 _LITERALS = {"True": True, "False": False, "None": None}

@@ -108,6 +108,9 @@ def test_arguments_that_are_no_object_are_named_where_the_template_needs_one() -
         render(source, USER, {"role": "assistant", "tool_calls": calls})
     with pytest.raises(TemplateError):
         render("{{ 1 + 'a' }}", USER, {"role": "assistant", "tool_calls": calls[:1]})
+    calls[1]["function"]["arguments"] = 200_000 * '{"a":' + "1" + 200_000 * "}"
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[1\]\.function"):
+        render(source, USER, {"role": "assistant", "tool_calls": calls})
 
 
 def test_calls_that_appear_only_beside_null_stand_alone() -> None:

@@ -288,6 +288,21 @@ def test_half_a_character_in_an_escape_is_sent_as_an_escape() -> None:
     assert json.loads(call.arguments.encode()) == {"city": "\ud83d", "days": "\u00e9"}
 
 
+@pytest.mark.parametrize("family", ["hermes", "deepseek", "kimi", "harmony"])
+def test_arguments_nested_as_deep_as_python_reads_are_a_call_or_text(family: str) -> None:
+    """At some depth they can be read and not written, at the next not even read."""
+    n_calls = set()
+    for depth in [*range(930, 1001), 200_000]:
+        nested = depth * '{"a":' + "1" + depth * "}"
+        text = ANSWERS[family][1].replace(json.dumps(ARGUMENTS), nested)
+        assert nested in text
+        calls = [
+            part for part in parts_of(ANSWERS[family][0], [text]) if isinstance(part, ToolCall)
+        ]
+        n_calls.add(len(calls))
+    assert n_calls >= {0, 2}
+
+
 def test_several_objects_in_one_block_and_line_breaks_in_strings() -> None:
     body = f"{CALL_JSON}\n" + CALL_JSON.replace("Oslo ", "Oslo\n")
     first, second = parts_of(HERMES, [f"<tool_call>\n{body}\n</tool_call>"])

@@ -15,6 +15,7 @@ HARMONY = "<|channel|><|message|>"
 CALL = "<|channel|>commentary to=functions.f json<|message|>"
 GLM = "<think></think><tool_call><arg_key>"
 HERMES = "<think></think><tool_call>"
+QWEN = HERMES + "<function="
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,10 @@ HERMES = "<think></think><tool_call>"
         (HERMES, "<tool_call>", " "),
         (HERMES, '<tool_call>{"name": "', "abcd"),
         (HERMES, "<think>", "<tool_call>{"),
+        (HERMES, '<tool_call>{"name": "', "</tool_call>"),
+        (QWEN, "<tool_call><function=f><parameter=a>", "</tool_call>"),
+        (GLM, "<tool_call>f<arg_key>s</arg_key><arg_value>", "</tool_call>"),
+        (HARMONY, "", "<|channel|>"),
     ],
 )
 def test_10000_pieces(template: str, begin: str, piece: str) -> None:
@@ -40,6 +45,17 @@ def test_10000_pieces(template: str, begin: str, piece: str) -> None:
         parser.push(piece)
     parser.end()
     assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize("unclosed", ["<parameter=a>", "<parameter=a>x</parameter>"])
+def test_300_calls_that_break_off(unclosed: str) -> None:
+    """Every one may be the value of the one before: 4 s where all is read with every marker."""
+    parser = reply_format(QWEN).parser("", TOOLS, reasoning=True)
+    text = 300 * f"<tool_call><function=f>{unclosed}</tool_call>"
+    start = time.process_time()
+    parts = [*parser.push(text), *parser.end()]
+    assert time.process_time() - start < SECONDS / 3
+    assert "".join(part.text for part in parts) == text  # type: ignore[union-attr]
 
 
 def test_a_header_of_white_space_that_is_none() -> None:
