@@ -40,6 +40,25 @@ async def test_quantized_models_have_the_cpus_logits(tmp_path: Path) -> None:
                 assert_close(await logits_of(gpu, step), await logits_of(cpu, step))
 
 
+@pytest.mark.parametrize("tiny", [qwen35, glm5_next])
+async def test_chunks_that_do_not_fit_a_block_are_read_token_by_token(
+    tiny: Callable[[], TinyModel], tmp_path: Path
+) -> None:
+    """Ada and consumer Blackwell: the CPU's logits, and bits do not depend on cuts at all."""
+    fake = FakeDriver(memory_bytes=1 << 30)
+    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 99 << 10
+    with open_model(tiny().write(tmp_path / "model.gguf")) as model:
+        async with executor_of(model, tmp_path, fake) as gpu, cpu_executor_of(model) as cpu:
+            step = step_of(gpu, StepKind.PREFILL, [(1, TOKENS[:3], 0)])
+            whole = await logits_of(gpu, step)
+            assert_close(whole, await logits_of(cpu, step))
+            cut = [
+                await logits_of(gpu, step_of(gpu, StepKind.PREFILL, [(2, TOKENS[a:b], a)]))
+                for a, b in ((0, 1), (1, 3))
+            ]
+            assert np.array_equal(np.concatenate(cut), whole)
+
+
 async def test_bits_depend_on_the_text_alone_and_states_move(tmp_path: Path) -> None:
     """Cuts, batches, sequences in any slot; copies of states, saved and loaded ones.
 

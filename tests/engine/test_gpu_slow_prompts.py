@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engine.gpu.slow_prompts import ATTENTION
+from runtime.engine.gpu.slow_prompts import ATTENTION, RECURRENCE
 from runtime.models import open_model
 from runtime.notices import Notices, Reason
 from tests.engine.test_gpu_executor import executor_of
@@ -42,11 +42,25 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-async def test_notices(name: str, tmp_path: Path) -> None:
+SMALL_BLOCKS = {
+    "glm": {RECURRENCE, ATTENTION},
+    "gpt-oss": set(),
+    "one decay a head": {RECURRENCE},
+    "an indexer's lists": {RECURRENCE},
+}
+"""Of what a GPU with 99 KiB for a block tells its users, as Ada and consumer Blackwell have."""
+
+
+@pytest.mark.parametrize(
+    ("name", "block_kib"), [*((name, 227) for name in MODELS), *((n, 99) for n in SMALL_BLOCKS)]
+)
+async def test_notices(name: str, block_kib: int, tmp_path: Path) -> None:
     tiny, cache_types, expected = MODELS[name]
+    if block_kib == 99:
+        expected = SMALL_BLOCKS[name]
     notices = Notices()
     fake = FakeDriver(memory_bytes=1 << 30)
+    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = block_kib << 10
     fake.kernels = StubKernels()
     settings = {
         "cache_type_k": cache_types.split()[0],

@@ -243,7 +243,8 @@ class DeltaNetLaunches:
         n_bytes = 4 * parts.n_tokens * mixer.n_value
         out = parts.room.place(f"delta out {mixer.n_value}", n_bytes, PHASE)
         sizes = mixer.n_value_head, mixer.head_dim, parts.shape.n_sequences
-        chunks = parts.shape.kind is StepKind.PREFILL
+        fits = parts.gpu.block_shared_bytes >= CHUNK_SHARED_BYTES
+        chunks = fits and parts.shape.kind is StepKind.PREFILL
         kernel = (delta_chunk if chunks else delta_net)(overlapped=parts.overlapped)
         parts.plan.add(
             f"{layer}.{kernel.entry}",

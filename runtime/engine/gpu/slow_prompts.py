@@ -16,6 +16,11 @@ ATTENTION = (
     "these cache types, or do not fit a block's shared memory; f16 for both may help"
 )
 
+RECURRENCE = (
+    "the tokens of prompts go through delta nets one by one: the kernel for chunks of them does "
+    "not fit a block's shared memory"
+)
+
 
 def slow_launches(shape: StepShape, launches: list[PlannedLaunch]) -> Iterator[str]:
     """Why a step reads its prompt more slowly than others, a text a launch.
@@ -31,6 +36,8 @@ def slow_launches(shape: StepShape, launches: list[PlannedLaunch]) -> Iterator[s
     for launch in launches:
         if launch.kernel.entry in alone and _layer(launch) not in indexed - latent:
             yield ATTENTION
+        if launch.kernel.entry == "delta_net":
+            yield RECURRENCE
 
 
 def _layers(launches: list[PlannedLaunch], entry: str) -> set[str]:
