@@ -29,6 +29,7 @@ from tests.support.golden import golden_case
 from tests.support.tiny_attention_models import deepseek2_lite, gpt_oss
 from tests.support.tiny_model import TinyModel
 from tests.support.tiny_models import with_blocks
+from tests.support.tiny_recurrent_models import glm5_next
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -153,6 +154,18 @@ async def test_wide_latents_in_f32_are_refused_by_name(
     with open_model(wide_latents().write(tmp_path / "model.gguf")) as model:
         with pytest.raises(DeviceUnavailable, match=message):
             async with executor_of(model, tmp_path, fake, cache_type_k=keys, cache_type_v=values):
+                pass
+        assert fake.live == {}
+
+
+async def test_latents_in_q8_0_are_refused_with_what_may_fit(tmp_path: Path) -> None:
+    """In f16 they have kernels of their own, which take less."""
+    fake = FakeDriver(memory_bytes=1 << 30)
+    fake.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"] = 99 << 10
+    types = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+    with open_model(glm5_next(latent=512).write(tmp_path / "model.gguf")) as model:
+        with pytest.raises(DeviceUnavailable, match="99 KiB for a block: f16 for these may take"):
+            async with executor_of(model, tmp_path, fake, **types):
                 pass
         assert fake.live == {}
 

@@ -111,7 +111,8 @@ class Needs:
         """Raises: DeviceUnavailable where a block of a kernel does not fit a multiprocessor."""
         if self.shared_bytes > gpu.block_shared_bytes:
             name, (keys, values) = self.largest_block.split(".")[-1], cache_types
-            smaller = "f16 for these takes less, and " if "f32" in cache_types else ""
+            less = "takes" if "f32" in cache_types else "may take"
+            smaller = f"f16 for these {less} less, and " * (cache_types != ("f16", "f16"))
             raise DeviceUnavailable(
                 f"{name} takes {self.shared_bytes >> 10} KiB of shared memory for this model with "
                 f"cache_type_k {keys} and cache_type_v {values}, {gpu.name} has "
