@@ -257,7 +257,7 @@ def _thread_choice(
     config: EngineConfig, machine: MachineFacts, n_gpus: int, *, whole: bool = False
 ) -> Choice:
     if whole:
-        return Choice("CPU workers", "none", "every expert is on a GPU")
+        return Choice("CPU workers", "none", "all weights are on a GPU")
     if config.n_threads is not None:
         return Choice("CPU workers", str(config.n_threads), ASKED_FOR)
     if not n_gpus:

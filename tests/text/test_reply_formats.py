@@ -13,6 +13,7 @@ import pytest
 from runtime.text.reply_formats import DEEPSEEK_CALLS, KIMI_CALLS, reply_format
 from runtime.text.reply_markup import Content, Part, Reasoning, ToolCall
 from runtime.text.tool_call_formats import deepseek_marker
+from tests.support.reply_parts import parsed
 
 TOOLS = [
     {
@@ -101,17 +102,7 @@ def parts_of(
 ) -> list[Part]:
     """The parts of an answer; neighbouring texts of one kind joined."""
     parser = reply_format(template).parser(prompt_end, tools, reasoning=reasoning)
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.end()
-    joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
+    return parsed(parser, pieces)
 
 
 @pytest.mark.parametrize("family", ANSWERS)

@@ -7,13 +7,14 @@ import itertools
 import json
 import random
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from runtime.text.reply_formats import DEEPSEEK_CALLS, KIMI_CALLS, reply_format
-from runtime.text.reply_markup import Content, Part, Reasoning, ToolCall
+from runtime.text.reply_markup import Part, Reasoning, ToolCall
 from runtime.text.tool_call_formats import deepseek_marker
+from tests.support.reply_parts import parsed
 
 N_ANSWERS = 400
 PARAMETERS = {"properties": {"s": {"type": "string"}}}
@@ -126,20 +127,6 @@ class Answers:
         if kind < 0.85:
             return call[:at] + call[at + self._random.randrange(1, 12) :]
         return call[:at] + self._word() + call[at:]
-
-
-def parsed(parser: Any, pieces: list[str]) -> list[Part]:
-    """The parts of an answer; neighbouring texts of one kind joined."""
-    joined: list[Part] = []
-    for part in [part for piece in pieces for part in parser.push(piece)] + parser.end():
-        last = joined[-1] if joined else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text)
-        else:
-            joined.append(part)
-    return joined
 
 
 def refuse(name: str) -> NoReturn:
