@@ -8,12 +8,13 @@ once before, and taken without a thread where all of them are in memory.
 from __future__ import annotations
 
 import asyncio
+import mmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.step import I32, Step
-from runtime.models.mapped_file import are_pages_here, want_pages
+from runtime.models.mapped_file import are_pages_here, expect_scattered_reads, want_pages
 from runtime.models.ngram_memory import FEW_TOKENS, I64, NgramMemorySpec
 from runtime.models.weights import Weight
 
@@ -26,6 +27,8 @@ class NgramRows:
 
     def __init__(self, memory: NgramMemorySpec, weight: Weight) -> None:
         self._memory, self._weight = memory, weight
+        if weight.mapped:
+            expect_scattered_reads(weight.address, weight.n_bytes)
 
     async def copy_to(self, out: NDArray[np.float32], step: Step) -> None:
         """out[i] = the rows of token i, one after another; out: f32[n_tokens, n_embd]."""
@@ -44,7 +47,9 @@ class NgramRows:
         out[...] = self._weight.format.dequantize_rows(self._blocks(step))
 
     def _blocks(self, step: Step) -> NDArray[np.uint8]:
-        return self._take(self._wanted(step))
+        wanted = self._wanted(step)
+        self._ask_for_many(wanted)
+        return self._take(wanted)
 
     def _wanted(self, step: Step) -> I64:
         """i64[n_tokens, n_heads]: rows of the table."""
@@ -63,6 +68,19 @@ class NgramRows:
         for place in absent:
             want_pages(place, size)
         return not absent
+
+    def _ask_for_many(self, wanted: I64) -> None:
+        """Have the kernel bring rows together that are not in memory, instead of one by one as they
+        are touched.  Some rows tell whether that is worth it: asking about each of a prompt's takes
+        longer than copying them."""
+        rows = self._rows()
+        size = rows.shape[-1]
+        places = rows.ctypes.data + wanted.ravel() * size
+        if all(are_pages_here(int(at), size) for at in places[:: len(places) // FEW_ROWS + 1]):
+            return
+        ends = np.concatenate([places, places + (size - 1)])
+        for page in np.unique(ends // mmap.PAGESIZE).tolist():
+            want_pages(page * mmap.PAGESIZE, 1)
 
     def _rows(self) -> NDArray[np.uint8]:
         data = self._weight.data

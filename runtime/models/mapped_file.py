@@ -17,6 +17,7 @@ from runtime.errors import CorruptModel, ModelError
 U8 = NDArray[np.uint8]
 
 WANTED = getattr(mmap, "MADV_WILLNEED", None)
+SCATTERED = getattr(mmap, "MADV_RANDOM", None)
 
 
 class MappedFile:
@@ -85,6 +86,20 @@ def want_pages(address: int, n_bytes: int) -> None:
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     # Only a hint: whatever it returns changes nothing.
     _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + n_bytes - start), WANTED)
+
+
+def expect_scattered_reads(address: int, n_bytes: int) -> None:
+    """Have the kernel bring only those pages of this part of a map that are asked for or touched.
+
+    For tables of which single rows are read: their neighbours would fill the memory that experts
+    need, 128 KiB or more a row, as the disk's read-ahead is set.
+    """
+    if SCATTERED is None:
+        return
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:  # only a hint, too
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), SCATTERED)
 
 
 def are_pages_here(address: int, n_bytes: int) -> bool:
