@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,12 @@ class RopeTables:
     def _of(self, rope: RopeSpec) -> tuple[NDArray[Any], NDArray[Any]]:
         if rope not in self._tables:
             shape = (self._n_positions, rope.n_rot // 2)
-            cosines = filled(shape, partial(self._values, rope, np.cos))
-            sines = filled(shape, partial(self._values, rope, np.sin))
+            angles = cache(partial(self._angles, rope))
+            cosines = filled(shape, lambda: np.cos(angles()) * rope.magnitude)
+            sines = filled(shape, lambda: np.sin(angles()) * rope.magnitude)
             self._tables[rope] = (cosines, sines)
         return self._tables[rope]
 
-    def _values(self, rope: RopeSpec, of_angle: np.ufunc) -> NDArray[Any]:
+    def _angles(self, rope: RopeSpec) -> NDArray[np.float64]:
         frequencies = rope_frequencies(rope, rope_factors(self._model, rope))
-        values: NDArray[Any] = of_angle(np.arange(self._n_positions)[:, None] * frequencies)
-        return values * rope.magnitude
+        return np.arange(self._n_positions)[:, None] * frequencies

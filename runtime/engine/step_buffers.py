@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ops.cpu.attention import ITEM
 from ops.cpu.job import record
 from ops.cpu.kv_layout import BLOCK_TOKENS
+from ops.cpu.ledger import is_dry
 from ops.cpu.program import address_of, aligned
 from ops.cpu.spans import SPAN
 from ops.cpu.step_inputs import FITS, STEP_INPUTS, fill_function
@@ -68,10 +66,8 @@ class StepBuffers:
             counts=address_of(self._counts),
         )
         self._address = address_of(self._inputs)
-
-    @cached_property
-    def _fill(self) -> Callable[..., int]:
-        return fill_function()
+        if not is_dry():
+            self._fill = fill_function()
 
     def embed_from(self, table: NDArray[np.float32], x: Rows) -> None:
         """Let `fill` copy the tokens' rows of `table`, f32[n_vocab, n_embd], to `x`."""

@@ -158,8 +158,9 @@ class ChatTemplate:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether a model learns of the tools passed to `render`."""
-        own = self.capabilities.tools or self._call_example is not None
-        return own or (self._tool_use is not None and self._tool_use.shows_tools)
+        if self._tool_use is not None:  # which `render` uses with tools
+            return self._tool_use.shows_tools
+        return self.capabilities.tools or self._call_example is not None
 
     @cached_property
     def _call_example(self) -> str | None:
